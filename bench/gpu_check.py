@@ -1,0 +1,222 @@
+"""Everything that has to hold on a GPU machine, in one command and without a network:
+
+    python3 bench/gpu_check.py dist/fastln-0.1.0-py3-none-linux_x86_64.whl build/gpu
+
+It installs the wheel into a folder of its own, then runs the tests, compute-sanitizer, the report and
+the benchmark against that copy. A step that fails does not stop the others. In the output folder it
+leaves one log for each step, bench.json and summary.json. The exit status is 0 if every step passed.
+
+The Python that runs it must have torch, pytest and pytest-benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: A plugin for the pytest runs: stop unless fastln comes from the installed wheel.
+GUARD = """
+import os
+from pathlib import Path
+import pytest
+
+def pytest_sessionstart(session):
+    import fastln
+    found, wanted = Path(fastln.__file__).resolve().parent.parent, Path(os.environ["FASTLN_SITE"]).resolve()
+    if found != wanted:
+        raise pytest.UsageError(f"fastln is imported from {found}, not from the installed wheel in {wanted}")
+"""
+
+VERSIONS = """
+import sys, torch, fastln
+print("python", sys.version.split()[0], "torch", torch.__version__)
+print("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none visible to torch")
+print("fastln", fastln.__version__, "from", fastln.__file__)
+print(fastln.build_info())
+if not torch.cuda.is_available():
+    sys.exit("This checks what happens on a GPU, and torch sees none.")
+"""
+
+
+@dataclass
+class Step:
+    """One command of the check."""
+
+    name: str
+    command: str  # for bash
+    seconds: int  # it is killed after these
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+STEPS = ("tests", "report", "bench", "memcheck", "racecheck")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = functools.partial(parser.add_argument, metavar="TEXT")
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("out", type=Path, help="folder for logs and results; made if missing")
+    add("--steps", default=",".join(STEPS), help="which steps, in which order (default: %(default)s)")
+    add("--budget", type=int, default=1500, help="seconds for all steps together (default: %(default)s)")
+    add("--tests", default="tests", help="tests to run, below the checkout (default: %(default)s)")
+    add("--marks", default="not slow and not large", help="pytest -m for the step tests (default: %(default)s)")
+    add("--sanitize", default="sanitizer", help="pytest -m for memcheck and racecheck (default: %(default)s)")
+    add("--kernels", default="fastln", help="sanitize kernels with this in their mangled name (default: %(default)s)")
+    add("--workers", type=int, default=0, help="run the step tests in so many processes (needs pytest-xdist)")
+    add("-k", default="", help="pytest -k for tests and benchmark")
+    options = parser.parse_args()
+    if not options.wheel.is_file():
+        parser.error(f"no such wheel: {options.wheel}")
+    options.steps = [name for name in options.steps.split(",") if name]
+    unknown = set(options.steps) - set(STEPS)
+    if unknown:
+        parser.error(f"unknown step: {', '.join(sorted(unknown))}")
+    return options
+
+
+def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
+    """The steps asked for, after the installation that all need."""
+    quote = shlex.quote
+    python, root = quote(sys.executable), quote(str(ROOT))
+    bench_json = quote(str(options.out / "bench.json"))
+    install = (
+        f"{python} -m pip install --quiet --no-deps --no-index --no-cache-dir --target site "
+        f"{quote(str(options.wheel.resolve()))} && {python} versions.py"
+    )
+    pytest = (
+        f"{python} -m pytest -p gpu_check_guard -p no:cacheprovider -q -rfE --tb=short --import-mode=importlib "
+        f"--rootdir={root} -c {root}/pyproject.toml"
+    )
+    tests = f"{pytest} {root}/{quote(options.tests)}"
+    chosen = f" -k {quote(options.k)}" if options.k else ""
+    sanitizer = (
+        f"{quote(find_sanitizer())} --error-exitcode=99 --report-api-errors=no --launch-timeout=120 --print-limit=20 "
+        f"--kernel-name=kns={quote(options.kernels)}"
+    )
+    workers = f" -n {options.workers}" if options.workers else ""
+    sanitized = f"{tests} -m {quote(options.sanitize)}"
+    # In a block of the caching allocator, an access past the end of a tensor hits valid memory.
+    no_caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    steps = [
+        Step("tests", f"{tests} -m {quote(options.marks)}{chosen}{workers}", 600),
+        Step("report", f"{python} -m fastln", 180),
+        Step(
+            "bench",
+            f"{pytest} {root}/bench --benchmark-json={bench_json} --benchmark-quiet{chosen}; status=$?; "
+            f"{python} {root}/bench/table.py {bench_json} || status=1; exit $status",
+            400,
+        ),
+        Step("memcheck", f"{sanitizer} --tool=memcheck {sanitized}", 400, no_caching),
+        Step("racecheck", f"{sanitizer} --tool=racecheck {sanitized}", 400, no_caching),
+    ]
+    named = {step.name: step for step in steps}
+    return [Step("install", install, 120), *(named[name] for name in options.steps)]
+
+
+def find_sanitizer() -> str:
+    """compute-sanitizer on the PATH or where the toolkit puts it."""
+    at_home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
+    return shutil.which("compute-sanitizer") or str(at_home)
+
+
+def run(step: Step, folder: Path, out: Path, seconds: float) -> dict:
+    """Run one step with its output in a log, and kill it with all its children when the time is up."""
+    site = folder / "site"
+    environment = os.environ | {
+        "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "200",  # so that pytest does not shorten the names of failed tests
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "FASTLN_SITE": str(site),
+        **step.environment,
+    }
+    log = out / f"{step.name}.log"
+    start = time.monotonic()
+    with log.open("w") as file:
+        print("$", step.command, file=file, flush=True)
+        # In another folder than the checkout: its fastln/ must not be what is imported.
+        process = subprocess.Popen(
+            ["bash", "-c", step.command],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return {"step": step.name, "status": status, "seconds": round(time.monotonic() - start, 1)}
+
+
+def show(result: dict, log: Path, lines: int) -> None:
+    """The end of a step's log, and before it the tests that failed."""
+    text = log.read_text(errors="replace").splitlines()
+    print(f"\n===== {result['step']}: status {result['status']}, {result['seconds']} s, {log}", flush=True)
+    failed = [line for line in text if re.match(r"(FAILED|ERROR) ", line)]
+    for line in failed[:40]:
+        print(line[:200])
+    if len(failed) > 40:
+        print(f"... and {len(failed) - 40} more")
+    print(*text[-lines:], sep="\n", flush=True)
+
+
+def require_kernels(site: Path, text: str) -> None:
+    """A filter that matches no kernel would make compute-sanitizer pass without having checked any."""
+    library = site / "fastln" / "libfastln.so"
+    if not re.search(rb"_Z\w*" + re.escape(text.encode()) + rb"\w*", library.read_bytes()):
+        sys.exit(f"{library} has no symbol with {text!r} in it, so --kernels={text} would check nothing")
+
+
+def main() -> int:
+    options = parse()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = []
+    deadline = time.monotonic() + options.budget
+    with tempfile.TemporaryDirectory(prefix="fastln-check-") as name:
+        folder = Path(name)
+        (folder / "site").mkdir()
+        (folder / "site" / "gpu_check_guard.py").write_text(GUARD)
+        (folder / "versions.py").write_text(VERSIONS)
+        for step in plan(options, folder):
+            seconds = min(step.seconds, deadline - time.monotonic())
+            if seconds < 5:
+                results.append({"step": step.name, "status": "no time left", "seconds": 0.0})
+                continue
+            print(f"\n>>> {step.name} (at most {seconds:.0f} s)", flush=True)
+            results.append(run(step, folder, options.out, seconds))
+            show(results[-1], options.out / f"{step.name}.log", 90 if step.name in ("bench", "report") else 15)
+            if step.name == "install":
+                if not (folder / "site" / "fastln").exists():
+                    break  # there is nothing to check
+                require_kernels(folder / "site", options.kernels)
+    (options.out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+    print("\n===== summary")
+    for result in results:
+        print(
+            f"{result['step']:<10} {'ok' if result['status'] == 0 else result['status']!s:<13} {result['seconds']:>7} s"
+        )
+    return 0 if all(result["status"] == 0 for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

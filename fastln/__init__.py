@@ -1,0 +1,16 @@
+"""CUDA LayerNorm kernels in an ahead-of-time compiled wheel.
+
+``fastln.layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)`` is ``F.layer_norm`` at the
+speed of memory; ``torch.ops.fastln.layer_norm`` is the op beneath it.
+
+``torch.ops.fastln.layer_norm_<name>(input, weight=None, bias=None, eps=1e-5)`` for each ``name`` in
+``KERNELS`` is one kernel of the ladder that leads there, over the last dimension.
+"""
+
+from fastln import _named  # noqa: F401  (registers the fakes and autograd of the named ops)
+from fastln._library import KERNELS, Kernel, build_info
+from fastln._norm import Plan, layer_norm, plan
+
+__all__ = ["KERNELS", "Kernel", "Plan", "__version__", "build_info", "layer_norm", "plan"]
+
+__version__: str = build_info()["version"]

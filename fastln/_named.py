@@ -1,0 +1,189 @@
+"""What the named ops need in Python: fakes, and autograd. Both are loops over the list of kernels."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fastln._library import KERNELS, Kernel
+from fastln._refuse import dtype_name, refuse
+
+# -------------------------------------------------------------------------------------------- checks
+
+
+def _fail(kernel: Kernel, text: str) -> NoReturn:
+    refuse(f"layer_norm_{kernel.name}", text)
+
+
+def _check_input(kernel: Kernel, input: Tensor) -> None:
+    if input.dtype != kernel.dtype:
+        _fail(kernel, f"expected input of dtype {kernel.element}, got {dtype_name(input.dtype)}")
+    if input.dim() == 0:
+        _fail(kernel, "expected input with at least 1 dimension, got 0")
+
+
+def _check_affine(kernel: Kernel, what: str, tensor: Tensor | None, input: Tensor) -> None:
+    if tensor is None:
+        return
+    cols = input.shape[-1]
+    if tensor.dim() != 1 or tensor.shape[0] != cols:
+        _fail(kernel, f"expected {what} of shape [{cols}], got {list(tensor.shape)}")
+    if tensor.dtype not in (kernel.dtype, torch.float32):
+        wanted = kernel.element if kernel.element == "float32" else f"{kernel.element} or float32"
+        _fail(kernel, f"expected {what} of dtype {wanted}, got {dtype_name(tensor.dtype)}")
+    if tensor.device != input.device:
+        _fail(kernel, f"expected {what} on {input.device}, got {tensor.device}")
+
+
+def _check_out(kernel: Kernel, out: Tensor, input: Tensor) -> None:
+    if out.shape != input.shape:
+        _fail(kernel, f"expected out of shape {list(input.shape)}, got {list(out.shape)}")
+    if out.dtype != kernel.dtype:
+        _fail(kernel, f"expected out of dtype {kernel.element}, got {dtype_name(out.dtype)}")
+    if out.device != input.device:
+        _fail(kernel, f"expected out on {input.device}, got {out.device}")
+    if not out.is_contiguous():
+        _fail(kernel, f"expected a contiguous out, got strides {list(out.stride())}")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that the tensor's elements lie in, as [first, last)."""
+    size, first = tensor.element_size(), tensor.storage_offset()
+    if tensor.numel() == 0:
+        return first * size, first * size
+    last = first + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, (last + 1) * size
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def _check_overlap(kernel: Kernel, out: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if _overlap(out, input):
+        in_place = out.storage_offset() == input.storage_offset() and input.is_contiguous()
+        if not in_place:
+            _fail(kernel, "expected out to be input itself or not to overlap it, got a partial overlap")
+    for what, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and _overlap(out, tensor):
+            _fail(kernel, f"expected out not to overlap {what}, got an overlap")
+
+
+# ---------------------------------------------------------------------------------------------- fakes
+
+
+def _register_fakes(kernel: Kernel, name: str) -> None:
+    @torch.library.register_fake(f"fastln::{name}")
+    def default(input, weight=None, bias=None, eps=1e-5):
+        _check_input(kernel, input)
+        _check_affine(kernel, "weight", weight, input)
+        _check_affine(kernel, "bias", bias, input)
+        return input.new_empty(input.shape)
+
+    @torch.library.register_fake(f"fastln::{name}.scalar")
+    def scalar(input, weight, bias, eps=1e-5):
+        _check_input(kernel, input)
+        return input.new_empty(input.shape)
+
+    @torch.library.register_fake(f"fastln::{name}.out")
+    def out(input, weight=None, bias=None, eps=1e-5, *, out):
+        _check_input(kernel, input)
+        _check_affine(kernel, "weight", weight, input)
+        _check_affine(kernel, "bias", bias, input)
+        _check_out(kernel, out, input)
+        _check_overlap(kernel, out, input, weight, bias)
+
+
+# ------------------------------------------------------------------------------------------- autograd
+
+
+class _NoBackward(torch.autograd.Function):
+    """The op on the way forward; a clear error on the way back, never silent zeros."""
+
+    @staticmethod
+    def forward(ctx, kernel, overload, *args):
+        ctx.kernel = kernel
+        return _below_autograd(overload, *args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _fail(ctx.kernel, "expected no backward, which this op does not have yet, got one; use F.layer_norm to train")
+
+
+def _below_autograd(overload, *args, **kwargs):
+    with torch._C._AutoDispatchBelowAutograd():
+        return overload(*args, **kwargs)
+
+
+def _out_requires_grad(*tensors):
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _differentiable(kernel, overload, *args):
+    needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    return _NoBackward.apply(kernel, overload, *args) if needs_grad else _below_autograd(overload, *args)
+
+
+def _autograd_kernels(kernel: Kernel):
+    """The Autograd kernel of each overload, by the overload's name."""
+
+    def default(input, weight=None, bias=None, eps=1e-5):
+        return _differentiable(kernel, kernel.op.default, input, weight, bias, eps)
+
+    def scalar(input, weight, bias, eps=1e-5):
+        return _differentiable(kernel, kernel.op.scalar, input, weight, bias, eps)
+
+    def out(input, weight=None, bias=None, eps=1e-5, *, out):
+        if _out_requires_grad(input, weight, bias, out):
+            _fail(kernel, "expected no argument of the out overload to require grad, got one that does")
+        _below_autograd(kernel.op.out, input, weight, bias, eps, out=out)
+
+    return {"default": default, "scalar": scalar, "out": out}
+
+
+# Registrations live as long as the Library object that made them.
+_registrations = torch.library.Library("fastln", "IMPL")
+_traced_keys = [getattr(torch._C.DispatchKey, key) for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta")]
+
+
+def _register() -> None:
+    by_index = []
+    for kernel in KERNELS:
+        _register_fakes(kernel, f"layer_norm_{kernel.name}")
+        _register_fakes(kernel, f"_layer_norm_{kernel.name}")
+        by_index.append(_autograd_kernels(kernel))
+        for overload, function in by_index[-1].items():
+            op = getattr(kernel.op, overload)
+            # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here.
+            # Plain tensors go through the gate in src/bindings_named.cpp.
+            _registrations.impl(op, function, "AutogradMeta")
+            for key in _traced_keys:
+                op.py_impl(key)(function)
+            # The twin has no autograd of its own: its callers are below it already.
+            _registrations.impl(getattr(kernel.twin, overload), torch.library.fallthrough_kernel, "Autograd")
+
+    def with_grad(index, *args):
+        return by_index[index]["default"](*args)
+
+    def with_grad_scalar(index, *args):
+        return by_index[index]["scalar"](*args)
+
+    def with_grad_out(index, input, weight, bias, eps, out):
+        # The gate raises the error: one raised here would lose its text on the way through C.
+        refused = _out_requires_grad(input, weight, bias, out)
+        if not refused:
+            by_index[index]["out"](input, weight, bias, eps, out=out)
+        return refused
+
+    # Where the gate sends a plain tensor in grad mode.
+    _registrations.impl("_with_grad", with_grad, "CompositeImplicitAutograd")
+    _registrations.impl("_with_grad.scalar", with_grad_scalar, "CompositeImplicitAutograd")
+    _registrations.impl("_with_grad.out", with_grad_out, "CompositeImplicitAutograd")
+
+
+_register()

@@ -1,0 +1,224 @@
+"""What ``fastln::layer_norm`` needs in Python: the function that models call, fakes, and autograd."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastln._library import library
+from fastln._refuse import dtype_name, refuse
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_op = torch.ops.fastln.layer_norm.default
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Layer normalization over the last dimensions, with the signature and meaning of ``F.layer_norm``.
+
+    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \mathrm{eps}}} \cdot weight + bias
+
+    with the biased variance, as J. L. Ba, J. R. Kiros and G. E. Hinton, "Layer Normalization" (2016), have it.
+
+    Args:
+        input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, in any layout. Rows that
+            lie evenly spaced are read in place; other layouts are copied once.
+        normalized_shape: Sizes of the last dimensions, which are normalized together. Their product may be any
+            number; no limit depends on the kernel.
+        weight: ``normalized_shape``, or None for 1. Its dtype is the input's or float32; another floating dtype
+            is converted.
+        bias: ``normalized_shape``, or None for 0; dtypes as for ``weight``.
+        eps: Added to the variance.
+
+    Returns:
+        A new contiguous tensor of the input's shape and dtype. Sums, mean, variance and the final
+        multiply-add are float32 (float64 for float64 input). Values up to 1e18 in magnitude are exact to
+        rounding; larger ones may overflow to NaN.
+
+    Raises:
+        RuntimeError: A dtype, shape or device does not fit, or the GPU's compute capability is not in this
+            build; the message names what was expected and what came. Nothing has been launched then.
+
+    On CUDA the kernel runs on the current stream of the input's device, and the bits of a row depend on its
+    values, the number of columns, the dtype and the parameters alone: not on the batch, nor on the row's
+    place, stride or alignment in it. On the CPU this is aten's kernel.
+    """
+    return _op(input, normalized_shape, weight, bias, eps)
+
+
+# ------------------------------------------------------------------------------------------- planning
+
+
+_KINDS = ("registers", "staged", "split")  # Plan::Kind in src/tuning.h
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel variant that rows of one length and dtype get on a GPU.
+
+    Attributes:
+        kind: ``"registers"``, the row in registers; ``"staged"``, the row in shared memory, for lengths that are
+            no multiple of 16 bytes; ``"split"``, the row in chunks over three launches.
+        pieces: 16-byte accesses that a thread holds, for ``"registers"``.
+        threads: Threads of a row within a block; up to 32, several rows share a block.
+        cluster: Blocks that share a row through distributed shared memory.
+    """
+
+    kind: str
+    pieces: int
+    threads: int
+    cluster: int
+
+
+def plan(cols: int, dtype: torch.dtype = torch.float16, capability: tuple[int, int] | None = None) -> Plan:
+    """The variant that ``layer_norm`` picks for rows of ``cols`` elements.
+
+    It depends on nothing else, so a row's result is the same in every batch.
+
+    Args:
+        cols: Product of ``normalized_shape``, at least 1.
+        dtype: dtype of the input.
+        capability: Compute capability of the GPU; None for the current one, or 9.0 where there is none.
+
+    Raises:
+        ValueError: ``cols`` is less than 1, or ``dtype`` is none that ``layer_norm`` takes.
+    """
+    if cols < 1:
+        raise ValueError(f"fastln.plan: expected cols of at least 1, got {cols}")
+    if dtype not in _FLOATING:
+        raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
+    if capability is None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    values = (ctypes.c_int32 * 4)()
+    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, *capability, values)
+    return Plan(_KINDS[values[0]], *values[1:])
+
+
+def force_plan(text: str) -> None:
+    """Makes ``layer_norm`` use one variant wherever it can hold the row; for tests and for tuning.
+
+    The environment variable ``FASTLN_PLAN`` does the same from the start of the process.
+
+    Args:
+        text: ``"registers,pieces=4,threads=128"``, optionally with ``cluster=2``; ``"staged,threads=64"``;
+            ``"split"``; or ``""`` for none.
+
+    Raises:
+        ValueError: The text is none of these.
+    """
+    values = {"pieces": 0, "threads": 0, "cluster": 1}
+    kind, *settings = text.split(",")
+    try:
+        given = {key: int(value) for key, value in (setting.split("=") for setting in settings)}
+    except ValueError:
+        given = {"": 0}
+    values |= given
+    if text != "" and (kind not in _KINDS or len(values) > 3 or not _runnable(kind, **values)):
+        raise ValueError(f'fastln: expected a plan like "registers,pieces=4,threads=128", got "{text}"')
+    if kind == "split":
+        values["threads"] = 1  # any number: what counts is that a plan is forced
+    library.fastln_force_plan(_KINDS.index(kind) if text else 0, *values.values())
+
+
+def _runnable(kind: str, pieces: int, threads: int, cluster: int) -> bool:
+    if kind == "split":
+        return (pieces, threads, cluster) == (0, 0, 1)
+    if not (threads in (1, 2, 4, 8, 16) or (threads % 32 == 0 and 32 <= threads <= 1024)):
+        return False
+    if kind == "staged":
+        return (pieces, cluster) == (0, 1)
+    in_cluster = cluster in (2, 4, 8) and pieces == 8 and 32 <= threads <= 512
+    return (pieces in (2, 3, 4) and threads <= 512 or pieces == 8) and (cluster == 1 or in_cluster)
+
+
+# ---------------------------------------------------------------------------------------------- fakes
+
+
+def _check_affine(what: str, tensor: Tensor | None, input: Tensor, shape: Sequence[int]) -> None:
+    if tensor is None:
+        return
+    if list(tensor.shape) != list(shape):
+        refuse("layer_norm", f"expected {what} of shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in _FLOATING:
+        wanted = "float16, bfloat16, float32 or float64"
+        refuse("layer_norm", f"expected {what} of dtype {wanted}, got {dtype_name(tensor.dtype)}")
+    if tensor.device != input.device:
+        refuse("layer_norm", f"expected {what} on {input.device}, got {tensor.device}")
+
+
+def _check(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> None:
+    if input.dtype not in _FLOATING:
+        wanted = "float16, bfloat16, float32 or float64"
+        refuse("layer_norm", f"expected input of dtype {wanted}, got {dtype_name(input.dtype)}")
+    if len(shape) == 0:
+        refuse("layer_norm", "expected normalized_shape of at least 1 dimension, got []")
+    if input.dim() < len(shape) or list(input.shape[-len(shape) :]) != list(shape):
+        wanted = f"expected input whose last dimensions are normalized_shape {list(shape)}"
+        refuse("layer_norm", f"{wanted}, got shape {list(input.shape)}")
+    _check_affine("weight", weight, input, shape)
+    _check_affine("bias", bias, input, shape)
+
+
+@torch.library.register_fake("fastln::layer_norm")
+def _fake(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    _check(input, normalized_shape, weight, bias)
+    return input.new_empty(input.shape)
+
+
+torch.library.register_fake("fastln::_layer_norm", _fake)
+
+
+@torch.library.register_fake("fastln::layer_norm_fwd")
+def _fake_fwd(input, normalized_shape, weight, bias, eps):
+    _check(input, normalized_shape, weight, bias)
+    stats = [*input.shape[: input.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
+    stats_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return (
+        input.new_empty(input.shape),
+        input.new_empty(stats, dtype=stats_dtype),
+        input.new_empty(stats, dtype=stats_dtype),
+    )
+
+
+# ------------------------------------------------------------------------------------------- autograd
+
+
+def _through_aten(input, normalized_shape, weight, bias, eps):
+    """aten's layer norm, with its derivatives, for every mixture of dtypes that we take."""
+    dtypes = {t.dtype for t in (input, weight, bias) if t is not None}
+    if len(dtypes) == 1:
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+    return torch.layer_norm(input.to(wide), normalized_shape, weight, bias, eps).to(input.dtype)
+
+
+def _autograd(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
+        return _through_aten(input, normalized_shape, weight, bias, eps)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(input, normalized_shape, weight, bias, eps)
+
+
+# Registrations live as long as the Library object that made them.
+_registrations = torch.library.Library("fastln", "IMPL")
+_registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
+_registrations.impl("_layer_norm_with_grad", _autograd, "CompositeImplicitAutograd")
+# Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
+# through the gate in src/bindings_norm.cpp.
+_registrations.impl("layer_norm", _autograd, "AutogradMeta")
+for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
+    _op.py_impl(getattr(torch._C.DispatchKey, _key))(_autograd)
+
+force_plan(os.environ.get("FASTLN_PLAN", ""))

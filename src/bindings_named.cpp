@@ -1,0 +1,304 @@
+// The torch side of the eight named ops: schemas, checks, launch, autograd gate. Torch is seen through
+// its stable ABI alone, so that one binary serves every torch >= 2.10.
+//
+// Each op has a public name, fastln::layer_norm_X, and a private twin fastln::_layer_norm_X that holds
+// the CPU and CUDA kernels. The public name's Autograd kernel is a gate: without grad mode it goes
+// straight on to the twin, so an inference call never enters Python; with it, it goes to the Python
+// autograd of fastln/_ops.py. The stable ABI cannot redispatch below autograd, hence two names.
+#include <algorithm>
+#include <cfloat>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "launch.h"
+#include "tensors.h"
+
+namespace fastln {
+namespace {
+
+// ---------------------------------------------------------------------------------------------- list
+
+struct KernelEntry {
+  const char* name;
+  const char* twin;
+  ScalarType element;
+  bool accumulates_in_half;
+  const char* (*cuda)(const Rows&, void*);
+  void (*cpu)(const Rows&, int64_t, int64_t);
+};
+
+struct half {};  // stands for float16 where the list says `half`
+template <typename T> constexpr ScalarType kTypeOf = ScalarType::Float;
+template <> constexpr ScalarType kTypeOf<half> = ScalarType::Half;
+
+#define FASTLN_ENTRY(name, Elem, Acc, items, access)                                             \
+  KernelEntry{"layer_norm_" #name, "fastln::_layer_norm_" #name, kTypeOf<Elem>, std::is_same_v<Acc, half>, \
+              cuda_layer_norm_##name, cpu_layer_norm_##name},
+constexpr KernelEntry kKernels[] = {FASTLN_KERNELS(FASTLN_ENTRY)};
+#undef FASTLN_ENTRY
+constexpr size_t kKernelCount = std::size(kKernels);
+
+// -------------------------------------------------------------------------------------------- checks
+
+void check_input(const KernelEntry& k, const Tensor& input) {
+  if (input.scalar_type() != k.element)
+    fail(k.name, "expected input of dtype ", dtype_name(k.element), ", got ", dtype_name(input.scalar_type()));
+  if (input.dim() == 0) fail(k.name, "expected input with at least 1 dimension, got 0");
+}
+
+void check_affine(const KernelEntry& k, const char* what, const Tensor& t, const Tensor& input) {
+  const int64_t cols = input.size(input.dim() - 1);
+  if (t.dim() != 1 || t.size(0) != cols)
+    fail(k.name, "expected ", what, " of shape [", cols, "], got ", list_text(t.sizes()));
+  const ScalarType type = t.scalar_type();
+  if (type != k.element && type != ScalarType::Float)
+    fail(k.name, "expected ", what, " of dtype ", dtype_name(k.element),
+         k.element == ScalarType::Float ? "" : " or float32", ", got ", dtype_name(type));
+  if (!on_same_device(t, input))
+    fail(k.name, "expected ", what, " on ", device_text(input), ", got ", device_text(t));
+}
+
+void check_out(const KernelEntry& k, const Tensor& out, const Tensor& input) {
+  const auto want = input.sizes(), got = out.sizes();
+  if (!std::equal(want.begin(), want.end(), got.begin(), got.end()))
+    fail(k.name, "expected out of shape ", list_text(want), ", got ", list_text(got));
+  if (out.scalar_type() != k.element)
+    fail(k.name, "expected out of dtype ", dtype_name(k.element), ", got ", dtype_name(out.scalar_type()));
+  if (!on_same_device(out, input)) fail(k.name, "expected out on ", device_text(input), ", got ", device_text(out));
+  if (!out.is_contiguous()) fail(k.name, "expected a contiguous out, got strides ", list_text(out.strides()));
+}
+
+// The bytes [first, last) that a tensor's elements lie in.
+std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
+  const auto first = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  if (t.numel() == 0) return {first, first};
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return {first, first + (last + 1) * t.element_size()};
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto [a0, a1] = extent(a);
+  const auto [b0, b1] = extent(b);
+  return a0 < b1 && b0 < a1;
+}
+
+void check_overlap(const KernelEntry& k, const Tensor& out, const Tensor& input, const OptionalTensor& weight,
+                   const OptionalTensor& bias) {
+  const bool in_place = input.const_data_ptr() == out.const_data_ptr() && input.is_contiguous();
+  if (!in_place && overlap(out, input))
+    fail(k.name, "expected out to be input itself or not to overlap it, got a partial overlap");
+  if (weight && overlap(out, *weight)) fail(k.name, "expected out not to overlap weight, got an overlap");
+  if (bias && overlap(out, *bias)) fail(k.name, "expected out not to overlap bias, got an overlap");
+}
+
+// ----------------------------------------------------------------------------------------- arguments
+
+Affine affine_of(const Tensor& t, ScalarType element) {
+  Affine affine;
+  affine.data = t.const_data_ptr();
+  affine.kind = t.scalar_type() == element ? Affine::Kind::kElement : Affine::Kind::kFloat32;
+  return affine;
+}
+
+Affine scalar_affine(double value) {
+  Affine affine;
+  affine.value = static_cast<float>(value);
+  return affine;
+}
+
+// eps in the accumulate type, never rounded to zero: a constant row would come out as 0 * inf = NaN.
+float eps_of(const KernelEntry& k, double eps) {
+  const float smallest = k.accumulates_in_half ? 0x1p-24f : FLT_MIN;
+  return eps > 0 ? std::max(static_cast<float>(eps), smallest) : static_cast<float>(eps);
+}
+
+// ------------------------------------------------------------------------------------------- running
+
+void run(const KernelEntry& k, const Tensor& input, Affine weight, Affine bias, double eps, const Tensor& out) {
+  const int64_t cols = input.size(input.dim() - 1);
+  if (out.numel() == 0) return;
+  const bool cuda = input.is_cuda();
+  const int32_t device = cuda ? input.get_device_index() : -1;
+  const CurrentDevice current(device);
+  auto stride = row_stride(input, 1);
+  const Tensor x = stride ? input : as_contiguous(input);
+  const Rows rows{x.const_data_ptr(), out.mutable_data_ptr(), out.numel() / cols, cols, stride.value_or(cols),
+                  weight,             bias,                   eps_of(k, eps)};
+  if (cuda) {
+    if (const char* error = k.cuda(rows, current_stream(device))) fail(k.name, "CUDA: ", error);
+  } else {
+    // Rows are independent; a grain of about 32k elements outweighs waking a thread.
+    const int64_t grain = std::max<int64_t>(1, (1 << 15) / cols);
+    torch::stable::parallel_for(0, rows.rows, grain,
+                                [&](int64_t begin, int64_t end) { k.cpu(rows, begin, end); });
+  }
+}
+
+void run_affine(const KernelEntry& k, const Tensor& input, const OptionalTensor& weight,
+                const OptionalTensor& bias, double eps, const Tensor& out) {
+  // The copies, if any, must outlive the launch call.
+  const OptionalTensor w = weight ? OptionalTensor(as_contiguous(*weight)) : std::nullopt;
+  const OptionalTensor b = bias ? OptionalTensor(as_contiguous(*bias)) : std::nullopt;
+  run(k, input, w ? affine_of(*w, k.element) : scalar_affine(1), b ? affine_of(*b, k.element) : scalar_affine(0),
+      eps, out);
+}
+
+// Tells autograd that `out` is about to change, as an in-place torch op would, so that a graph which
+// saved its old value raises instead of using the new one. The stable ABI has no call for it; writing
+// zero elements through a view, which shares the version counter, has that effect.
+void bump_version(const Tensor& out) {
+  const int64_t size = 0, stride = 1;
+  AtenTensorHandle empty_view;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(out.get(), &size, &stride, &empty_view));
+  const Tensor owner(empty_view);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(empty_view));
+}
+
+// ------------------------------------------------------------------------------------------ overloads
+
+void check(const KernelEntry& k, const Tensor& input) {
+  check_input(k, input);
+  if (input.is_cuda()) check_arch(k.name, input.get_device_index());
+}
+
+void check(const KernelEntry& k, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  check(k, input);
+  if (weight) check_affine(k, "weight", *weight, input);
+  if (bias) check_affine(k, "bias", *bias, input);
+}
+
+void check(const KernelEntry& k, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+           const Tensor& out) {
+  check(k, input, weight, bias);
+  check_out(k, out, input);
+  check_overlap(k, out, input, weight, bias);
+}
+
+template <size_t kIndex>
+Tensor layer_norm(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps) {
+  const KernelEntry& k = kKernels[kIndex];
+  check(k, input, weight, bias);
+  const Tensor out = empty_contiguous(input.sizes(), k.element, input);
+  run_affine(k, input, weight, bias, eps, out);
+  return out;
+}
+
+template <size_t kIndex>
+Tensor layer_norm_scalar(Tensor input, double weight, double bias, double eps) {
+  const KernelEntry& k = kKernels[kIndex];
+  check(k, input);
+  const Tensor out = empty_contiguous(input.sizes(), k.element, input);
+  run(k, input, scalar_affine(weight), scalar_affine(bias), eps, out);
+  return out;
+}
+
+template <size_t kIndex>
+void layer_norm_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps, Tensor out) {
+  const KernelEntry& k = kKernels[kIndex];
+  check(k, input, weight, bias, out);
+  bump_version(out);
+  run_affine(k, input, weight, bias, eps, out);
+}
+
+// ------------------------------------------------------------------------------------- autograd gate
+
+// Calls the private twin, or with grad mode on the Python autograd op, which takes the kernel's index
+// first. The checks come before, because an error loses its text on the way back through the C interface.
+template <typename... Args>
+StableIValue go_on(size_t index, const char* overload, const Args&... args) {
+  using torch::stable::detail::from;
+  if (aoti_torch_grad_mode_is_enabled()) {
+    StableIValue stack[] = {from(static_cast<int64_t>(index)), from(args)...};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION));
+    return stack[0];
+  }
+  StableIValue stack[] = {from(args)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(kKernels[index].twin, overload, stack, TORCH_ABI_VERSION));
+  return stack[0];
+}
+
+template <size_t kIndex>
+Tensor gate(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps) {
+  check(kKernels[kIndex], input, weight, bias);
+  return torch::stable::detail::to<Tensor>(go_on(kIndex, "", input, weight, bias, eps));
+}
+
+template <size_t kIndex>
+Tensor gate_scalar(Tensor input, double weight, double bias, double eps) {
+  check(kKernels[kIndex], input);
+  return torch::stable::detail::to<Tensor>(go_on(kIndex, "scalar", input, weight, bias, eps));
+}
+
+template <size_t kIndex>
+void gate_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps, Tensor out) {
+  const KernelEntry& k = kKernels[kIndex];
+  check(k, input, weight, bias, out);
+  const StableIValue status = go_on(kIndex, "out", input, weight, bias, eps, out);
+  // Told by value: only here can it be raised with its text.
+  if (aoti_torch_grad_mode_is_enabled() && torch::stable::detail::to<bool>(status))
+    fail(k.name, "expected no argument of the out overload to require grad, got one that does");
+}
+
+// -------------------------------------------------------------------------------------- registration
+
+using Library = torch::stable::detail::StableLibrary;
+
+constexpr const char* kSignature = "(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor";
+constexpr const char* kScalarSignature =
+    ".scalar(Tensor input, float weight, float bias, float eps=1e-05) -> Tensor";
+// Returns nothing: torch before 2.14 cannot functionalise a custom op whose return aliases `out`.
+constexpr const char* kOutSignature =
+    ".out(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, Tensor(a!) out) -> ()";
+
+template <typename F, size_t... kIndex>
+void for_each_kernel(F f, std::index_sequence<kIndex...>) {
+  (f(std::integral_constant<size_t, kIndex>{}), ...);
+}
+template <typename F>
+void for_each_kernel(F f) {
+  for_each_kernel(f, std::make_index_sequence<kKernelCount>{});
+}
+
+void define(Library& m) {
+  for (const KernelEntry& k : kKernels)
+    for (const std::string& name : {"fastln::" + std::string(k.name), std::string(k.twin)})
+      for (const char* signature : {kSignature, kScalarSignature, kOutSignature})
+        m.def((name + signature).c_str());
+  m.def("_with_grad(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor");
+  m.def("_with_grad.scalar(int kernel, Tensor input, float weight, float bias, float eps) -> Tensor");
+  m.def("_with_grad.out(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps, Tensor(a!) out) -> bool");
+}
+
+// Both names have the kernels: in inference mode dispatch skips the gate.
+void implement(Library& m) {
+  for_each_kernel([&](auto index) {
+    constexpr size_t kIndex = decltype(index)::value;
+    for (const std::string& op : {"fastln::" + std::string(kKernels[kIndex].name), std::string(kKernels[kIndex].twin)}) {
+      m.impl(op.c_str(), TORCH_BOX(&layer_norm<kIndex>));
+      m.impl((op + ".scalar").c_str(), TORCH_BOX(&layer_norm_scalar<kIndex>));
+      m.impl((op + ".out").c_str(), TORCH_BOX(&layer_norm_out<kIndex>));
+    }
+  });
+}
+
+void implement_gate(Library& m) {
+  for_each_kernel([&](auto index) {
+    constexpr size_t kIndex = decltype(index)::value;
+    const std::string op = kKernels[kIndex].name;
+    m.impl(op.c_str(), TORCH_BOX(&gate<kIndex>));
+    m.impl((op + ".scalar").c_str(), TORCH_BOX(&gate_scalar<kIndex>));
+    m.impl((op + ".out").c_str(), TORCH_BOX(&gate_out<kIndex>));
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) { define(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { implement_gate(m); }
+
+}  // namespace fastln

@@ -1,0 +1,118 @@
+// The eight kernels on the CPU: the default where there is no GPU, from the same list, with the same
+// accumulate type and the same order of steps as layer_norm.cuh, so that the float16-accumulating ones
+// overflow on the same rows.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include <torch/headeronly/util/Half.h>
+
+#include "launch.h"
+
+namespace fastln {
+namespace {
+
+using half = c10::Half;  // each operator rounds its result to half, as the GPU's half instructions do
+
+constexpr int kWarp = 32;
+constexpr int kMaxThreads = 1024;
+
+template <typename Acc>
+Acc reciprocal_sqrt(Acc a) {
+  return static_cast<Acc>(1.0f / std::sqrt(static_cast<float>(a)));
+}
+
+// One rounding, as the GPU's fused multiply-add has it. For half, float holds the product exactly.
+template <typename Acc>
+Acc fused_multiply_add(Acc a, Acc b, Acc c) {
+  return static_cast<Acc>(static_cast<float>(a) * static_cast<float>(b) + static_cast<float>(c));
+}
+
+template <typename Acc, typename Elem>
+Acc affine_at(const Affine& affine, int64_t col) {
+  switch (affine.kind) {
+    case Affine::Kind::kElement: return static_cast<Acc>(static_cast<const Elem*>(affine.data)[col]);
+    case Affine::Kind::kFloat32: return static_cast<Acc>(static_cast<const float*>(affine.data)[col]);
+    case Affine::Kind::kScalar: break;
+  }
+  return static_cast<Acc>(affine.value);
+}
+
+// Sum of kItems values in the order of Lanes::total() (a packed lane i holds items 2i and 2i + 1, so its
+// pairing is this one too).
+template <int kItems, typename Acc>
+Acc total(Acc (&v)[kItems]) {
+  for (int width = kItems / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) v[i] = v[i] + v[i + width];
+  return v[0];
+}
+
+// The butterfly of warp_sum(), for lane 0.
+template <typename Acc>
+Acc warp_sum(Acc* v) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    for (int i = 0; i < offset; ++i) v[i] = v[i] + v[i + offset];
+  return v[0];
+}
+
+// The average over a row of f(col), which a block of `threads` would compute.
+template <int kItems, typename Acc, typename F>
+Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
+  constexpr bool kShares = std::is_same_v<Acc, float>;  // see average_share() in arith.cuh
+  const float count = static_cast<float>(cols);
+  partial.assign(std::max(threads, kWarp) + kWarp, Acc(0.0f));
+  const int64_t step = static_cast<int64_t>(threads) * kItems;
+  for (int64_t base = 0; base < cols; base += step) {
+    for (int t = 0; t < threads; ++t) {
+      const int64_t col = base + static_cast<int64_t>(t) * kItems;
+      if (col >= cols) break;
+      Acc item[kItems];
+      for (int i = 0; i < kItems; ++i) item[i] = col + i < cols ? f(col + i) : Acc(0.0f);
+      const Acc sum = total<kItems>(item);
+      partial[t] = partial[t] + (kShares ? static_cast<Acc>(sum * (1.0f / count)) : sum);
+    }
+  }
+  Acc warps[kWarp];
+  std::fill(warps, warps + kWarp, Acc(0.0f));
+  for (int w = 0; w < threads / kWarp; ++w) warps[w] = warp_sum(partial.data() + w * kWarp);
+  const Acc sum = threads == kWarp ? warps[0] : warp_sum(warps);
+  return kShares ? sum : static_cast<Acc>(static_cast<float>(sum) / count);
+}
+
+template <typename Elem, typename Acc, int kItems>
+void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
+  const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
+  const int threads =
+      static_cast<int>(std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, kMaxThreads));
+  const Acc eps = static_cast<Acc>(p.eps);
+  std::vector<Acc> partial;
+  for (int64_t row = begin; row < end; ++row) {
+    const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
+    Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
+    const Acc mean = block_average<kItems, Acc>(p.cols, threads, partial,
+                                                [&](int64_t col) { return static_cast<Acc>(x[col]); });
+    const Acc variance = block_average<kItems, Acc>(p.cols, threads, partial, [&](int64_t col) {
+      const Acc d = static_cast<Acc>(x[col]) - mean;
+      return d * d;
+    });
+    const Acc rstd = reciprocal_sqrt(static_cast<Acc>(variance + eps));
+    for (int64_t col = 0; col < p.cols; ++col) {
+      const Acc d = static_cast<Acc>(x[col]) - mean;
+      y[col] = static_cast<Elem>(fused_multiply_add<Acc>(d * rstd, affine_at<Acc, Elem>(p.weight, col),
+                                                         affine_at<Acc, Elem>(p.bias, col)));
+    }
+  }
+}
+
+}  // namespace
+
+#define FASTLN_DEFINE(name, Elem, Acc, items, access)                            \
+  void cpu_layer_norm_##name(const Rows& rows, int64_t begin, int64_t end) {     \
+    normalize_rows<Elem, Acc, items>(rows, begin, end);                          \
+  }
+FASTLN_KERNELS(FASTLN_DEFINE)
+#undef FASTLN_DEFINE
+
+}  // namespace fastln

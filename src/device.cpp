@@ -1,0 +1,72 @@
+#include "device.h"
+
+#include <array>
+#include <atomic>
+#include <cctype>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include <cuda_runtime_api.h>
+
+#ifndef FASTLN_ARCH_LIST
+#error "setup.py defines FASTLN_ARCH_LIST"
+#endif
+
+namespace fastln {
+
+namespace {
+
+constexpr int kMaxDevices = 128;
+
+int attribute(cudaDeviceAttr attr, int device) {
+  int value = 0;
+  const cudaError_t err = cudaDeviceGetAttribute(&value, attr, device);
+  if (err != cudaSuccess)
+    throw std::runtime_error("fastln: cannot query CUDA device " + std::to_string(device) + ": " +
+                             cudaGetErrorString(err));
+  return value;
+}
+
+}  // namespace
+
+const DeviceFacts& device_facts(int device) {
+  static std::array<DeviceFacts, kMaxDevices> facts;
+  static std::array<std::atomic<bool>, kMaxDevices> known{};
+  static std::mutex mutex;
+  if (device < 0 || device >= kMaxDevices)
+    throw std::runtime_error("fastln: CUDA device index " + std::to_string(device) + " is out of range");
+  if (!known[device].load(std::memory_order_acquire)) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    facts[device].major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+    facts[device].minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
+    facts[device].sms = attribute(cudaDevAttrMultiProcessorCount, device);
+    facts[device].l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
+    facts[device].supported = arch_is_supported(facts[device].major, facts[device].minor);
+    known[device].store(true, std::memory_order_release);
+  }
+  return facts[device];
+}
+
+bool arch_is_supported(int major, int minor) {
+  // Entries are <major>.<minor>[+PTX], separated by semicolons or spaces.
+  for (const char* at = FASTLN_ARCH_LIST; *at;) {
+    if (!std::isdigit(static_cast<unsigned char>(*at))) {
+      ++at;
+      continue;
+    }
+    char* end = nullptr;
+    const int entry_major = static_cast<int>(std::strtol(at, &end, 10));
+    const int entry_minor = static_cast<int>(std::strtol(end + 1, &end, 10));
+    const bool ptx = std::string(end).rfind("+PTX", 0) == 0;
+    if (entry_major == major && entry_minor <= minor) return true;
+    if (ptx && (entry_major < major || (entry_major == major && entry_minor <= minor))) return true;
+    at = end;
+  }
+  return false;
+}
+
+const char* arch_list() { return FASTLN_ARCH_LIST; }
+
+}  // namespace fastln

@@ -1,0 +1,26 @@
+// What the launchers and the bindings need to know of a GPU, asked once a device.
+#pragma once
+
+#include <cstdint>
+
+namespace fastln {
+
+struct DeviceFacts {
+  int major = 0;  // compute capability
+  int minor = 0;
+  int sms = 0;
+  int64_t l2_bytes = 0;
+  bool supported = false;  // arch_is_supported(major, minor)
+};
+
+// Thread-safe. Throws std::runtime_error when CUDA cannot tell.
+const DeviceFacts& device_facts(int device);
+
+// Whether the binary can run on that compute capability: it holds machine code for the same major
+// version and no later minor one, or PTX no later than it, which the driver compiles.
+bool arch_is_supported(int major, int minor);
+
+// The compute capabilities compiled in, as TORCH_CUDA_ARCH_LIST had them ("8.0;9.0;12.0+PTX").
+const char* arch_list();
+
+}  // namespace fastln

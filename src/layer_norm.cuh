@@ -1,0 +1,136 @@
+// The kernel behind the eight named ops: one template over (element, accumulate, items, access).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "reduce.cuh"
+#include "rows.h"
+#include "vec.cuh"
+
+namespace fastln {
+
+// weight or bias for kItems columns from `col` on. Each branch is the same for the whole grid.
+//
+// What has the input's type is fetched by fetch(), before the reductions, whose barriers hide the latency.
+// A float32 vector would take twice the registers, enough to halve the blocks an SM holds, so it is
+// fetched where it is used.
+//
+// kFloat says whether it may be a float32 vector; without that the branch for it is not compiled.
+template <typename Elem, typename Acc, int kItems, int kAccess, bool kFloat>
+struct AffineItems {
+  using L = Lanes<Acc, kItems>;
+  Vec<Elem, kItems> fetched;
+
+  template <typename Index>
+  __device__ __forceinline__ void fetch(const Affine& affine, Index col, Index cols) {
+    if (affine.kind == Affine::Kind::kElement)
+      load_items<kAccess>(fetched, static_cast<const Elem*>(affine.data) + col, col, cols);
+  }
+
+  // Calls f(i, lane) for each lane of the items. Lane by lane, so that few are unpacked at a time.
+  template <typename Index, typename F>
+  __device__ __forceinline__ void for_each_lane(const Affine& affine, Index col, Index cols, F f) const {
+    if (kFloat && affine.kind == Affine::Kind::kFloat32) {
+      constexpr int kWidest = kMaxAccessBytes / static_cast<int>(sizeof(float));
+      Vec<float, kItems> v;
+      load_items<kAccess < kWidest ? kAccess : kWidest>(v, static_cast<const float*>(affine.data) + col, col,
+                                                               cols);
+#pragma unroll
+      for (int i = 0; i < L::kCount; ++i) f(i, L::lane_of(v, i));
+    } else {
+      const bool is_vector = affine.kind == Affine::Kind::kElement;
+      const auto value = L::splat(convert<Acc>(affine.value));
+#pragma unroll
+      for (int i = 0; i < L::kCount; ++i) f(i, is_vector ? L::lane_of(fetched, i) : value);
+    }
+  }
+};
+
+// Blocks of 1024 threads that an SM must have registers for: two, its limit of threads, where 32 registers
+// a thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 95). The loops of kLong
+// and item-wise access need more.
+template <int kItems, int kAccess, bool kLong>
+constexpr int kFillsSm = kLong || (kAccess == 1 && kItems > 1) ? 1 : 2;
+
+// One block normalizes one row; blockDim.x is any multiple of 32, chosen at run time.
+//
+// Thread t holds columns [t * kItems, (t + 1) * kItems) in registers from the load to the store, so a
+// row of up to blockDim.x * kItems columns is read once. With kLong, a longer row is walked in steps of
+// that size, and what lies past the first step is read again (from L2, mostly) for each of the passes;
+// without it those loops are not compiled, which halves the registers and doubles the blocks an SM holds.
+//
+// Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
+// infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
+template <typename Elem, typename Acc, int kItems, int kAccess, bool kFloat, bool kLong>
+__global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>) layer_norm_rows(const Rows p) {
+  using L = Lanes<Acc, kItems>;
+  using Index = std::conditional_t<kLong, int64_t, int>;
+  __shared__ __align__(16) Acc partial[2][kMaxWarps];
+  const BlockSum<Acc, 2, false> block(partial);
+
+  const int64_t row = blockIdx.x;
+  const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
+  Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
+  const Index cols = static_cast<Index>(p.cols);
+  const Index first = static_cast<Index>(threadIdx.x) * kItems;
+
+  using Held = Vec<Elem, kItems>;  // stays packed between the passes, which halves its registers
+  const auto load = [&](Index col) {
+    Held v;
+    load_items<kAccess>(v, x + col, col, cols);
+    return v;
+  };
+  const auto centre = [&](const Held& held, Index col, Acc mean) {
+    L v = L::from(opaque(held));
+#pragma unroll
+    for (int i = 0; i < L::kCount; ++i) v.lane[i] = sub(v.lane[i], L::splat(mean));
+    if (col + kItems > cols) v.keep_first(static_cast<int>(max(cols - col, Index{0})));  // padding must not add mean^2
+    return v;
+  };
+  const auto squares = [&](L v) {
+#pragma unroll
+    for (int i = 0; i < L::kCount; ++i) v.lane[i] = mul(v.lane[i], v.lane[i]);
+    return v.total();
+  };
+  // Calls f(col) for this thread's columns past the first step.
+  const auto for_each_later_step = [&](auto f) {
+    if constexpr (kLong) {
+      const Index step = static_cast<Index>(blockDim.x) * kItems;
+      for (Index col = first + step; col < cols; col += step) f(col);
+    }
+  };
+
+  const Held held = load(first);
+  AffineItems<Elem, Acc, kItems, kAccess, kFloat> weight, bias;
+  weight.fetch(p.weight, first, cols);
+  bias.fetch(p.bias, first, cols);
+
+  Acc sum = average_share(L::from(held).total(), p.per_col);
+  for_each_later_step([&](Index col) { sum = add(sum, average_share(L::from(load(col)).total(), p.per_col)); });
+  const Acc mean = average_total(block.template sum<0>(sum), p.per_col);
+
+  Acc sum_squares = average_share(squares(centre(held, first, mean)), p.per_col);
+  for_each_later_step([&](Index col) {
+    sum_squares = add(sum_squares, average_share(squares(centre(load(col), col, mean)), p.per_col));
+  });
+  const Acc variance = average_total(block.template sum<1>(sum_squares), p.per_col);
+  const Acc rstd = reciprocal_sqrt(add(variance, convert<Acc>(p.eps)));
+
+  const auto store = [&](const L& v, Index col) {
+    L out;
+    weight.for_each_lane(p.weight, col, cols, [&](int i, auto scale) {
+      out.lane[i] = mul(mul(v.lane[i], L::splat(rstd)), scale);
+    });
+    bias.for_each_lane(p.bias, col, cols, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
+    store_items<kAccess>(y + col, out.template to<Elem>(), col, cols);
+  };
+  store(centre(held, first, mean), first);
+  for_each_later_step([&](Index col) {
+    weight.fetch(p.weight, col, cols);
+    bias.fetch(p.bias, col, cols);
+    store(centre(load(col), col, mean), col);
+  });
+}
+
+}  // namespace fastln

@@ -1,0 +1,162 @@
+// The general forward kernel behind fastln::layer_norm, for rows whose length is a multiple of 16 bytes
+// and that fit the registers of a block or of a cluster of blocks. norm_staged.cuh takes the other
+// lengths, norm_split.cuh the longer ones.
+//
+// A row belongs to a group of threads: part of a warp, a warp, a block, or a cluster. Each thread holds
+// kPieces 16-byte accesses in registers; piece j of thread t is access j * threads + t of the row, so that
+// neighbouring threads touch neighbouring words. The group sums twice over its registers (mean, then
+// centred squares: never E[x^2] - mean^2), so x is read once, and written once normalized.
+//
+// Batch invariance. The order of all additions follows from (kPieces, threads, cluster), which plan()
+// takes from the columns, the dtype and the GPU's architecture alone. Rows never share a sum. So the bits
+// of a row depend on its values, the columns, the dtype and the weights: not on the batch, the row's
+// place in it or its stride.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "norm_rows.h"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace fastln {
+
+// Threads of a block, at most. 512 leave 128 registers a thread. With 8 pieces, whose weight and bias are
+// fetched late, 64 are enough, except for a cluster's sums.
+template <int kPieces, bool kCluster> constexpr int kForwardThreads = kPieces == 8 && !kCluster ? 1024 : 512;
+
+// Sum kIndex over a row's group; every thread of it gets it. `threads` is a power of two up to 32, or
+// blockDim.x. All threads of the block (of the cluster, if kCluster) must call it. With kCluster,
+// block_total is in use until the whole cluster has passed a later barrier.
+template <bool kCluster, int kIndex, typename Acc>
+__device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc, 2, true>& block, Acc& block_total) {
+  if (!kCluster && threads <= kWarp) {
+    for (int offset = threads / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    return v;
+  }
+  v = block.template sum<kIndex>(v);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kCluster) {
+    const auto cluster = cooperative_groups::this_cluster();
+    if (threadIdx.x == 0) block_total = v;
+    cluster.sync();
+    v = 0;
+    for (unsigned rank = 0; rank < cluster.num_blocks(); ++rank) v += *cluster.map_shared_rank(&block_total, rank);
+  }
+#endif
+  return v;
+}
+
+// kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
+// other blocks hide it anyway, the registers they take cost more than that gains; see launch_forward().
+template <typename Elem, typename Param, int kPieces, bool kEarly, bool kCluster>
+__global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_forward(const NormRows p) {
+  using Acc = AccOf<Elem>;
+  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+  using V = Vec<Elem, kAccess>;
+  using P = Vec<Param, kAccess>;
+  __shared__ __align__(16) Acc partial[2][kMaxWarps];
+  __shared__ Acc block_total[2];
+  const BlockSum<Acc, 2, true> block(partial);
+
+  int64_t row;
+  int t, stride;  // this thread's place in its group, and the group's size
+  if constexpr (kCluster) {
+    row = blockIdx.x / p.cluster;
+    t = (blockIdx.x % p.cluster) * blockDim.x + threadIdx.x;
+    stride = blockDim.x * p.cluster;
+  } else if (p.threads > kWarp) {
+    row = blockIdx.x;
+    t = threadIdx.x;
+    stride = p.threads;
+  } else {
+    row = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> p.threads_log2) + (threadIdx.x >> p.threads_log2);
+    t = threadIdx.x & (p.threads - 1);
+    stride = p.threads;
+  }
+  // The last block of small groups may hang over the rows; it still takes part in the shuffles.
+  const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
+  const int first = t * kAccess, step = stride * kAccess;  // piece j is at column first + j * step
+  const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first);  // this thread's part of [cols]
+  const Param* weight = static_cast<const Param*>(p.weight);                         // [cols] or null
+  const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
+  const auto inside = [&](int j) { return first + j * step < cols; };
+
+  V held[kPieces];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    held[j] = V{};
+    if (inside(j)) load_vec(held[j], x + j * step);
+  }
+  P w[kEarly ? kPieces : 1], b[kEarly ? kPieces : 1];
+  const auto load_params = [&](P& scale, P& shift, int j) {
+    scale = splat<Param, kAccess>(1);
+    shift = splat<Param, kAccess>(0);
+    if (weight && inside(j)) load_vec(scale, weight + first + j * step);
+    if (bias && inside(j)) load_vec(shift, bias + first + j * step);
+  };
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) load_params(w[j], b[j], j);
+  }
+
+  // kAccess independent sums over the pieces, then pairwise. Unpacked anew in each pass: the values of all
+  // pieces kept between passes would fill the registers.
+  const auto total = [&](auto term) {
+    Acc sum[kAccess];
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) sum[i] = 0;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      Acc v[kAccess];
+      unpack(v, opaque(held[j]));
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i) sum[i] = term(j, v[i], sum[i]);
+    }
+#pragma unroll
+    for (int width = kAccess / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
+    }
+    return sum[0];
+  };
+  const Acc per_col = static_cast<Acc>(p.per_col);
+  const Acc sum = total([](int, Acc v, Acc s) { return s + v; });
+  const Acc mean = group_sum<kCluster, 0>(sum, p.threads, block, block_total[0]) * per_col;
+  // Past the row x is held as 0; centred on 0 it adds nothing.
+  const Acc squares = total([&](int j, Acc v, Acc s) {
+    const Acc d = v - (inside(j) ? mean : Acc(0));
+    return fma(d, d, s);
+  });
+  // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
+  const Acc variance = group_sum<kCluster, 1>(squares * per_col, p.threads, block, block_total[1]);
+  const Acc rstd = reciprocal_sqrt(variance + static_cast<Acc>(p.eps));
+
+  if (t == 0 && cols > 0 && p.mean) {
+    static_cast<Acc*>(p.mean)[row] = mean;
+    static_cast<Acc*>(p.rstd)[row] = rstd;
+  }
+  Elem* y = opaque(static_cast<Elem*>(p.y) + row * p.cols + first);  // this thread's part of [cols]
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    if (inside(j)) {
+      if constexpr (!kEarly) load_params(w[0], b[0], j);
+      Acc v[kAccess];
+      AccOf<Param> scale[kAccess], shift[kAccess];
+      unpack(v, opaque(held[j]));
+      unpack(scale, w[kEarly ? j : 0]);
+      unpack(shift, b[kEarly ? j : 0]);
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i) v[i] = fma((v[i] - mean) * rstd, scale[i], shift[i]);
+      V out;
+      pack(out, v);
+      store_vec(y + j * step, out);
+    }
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // No block may end while another still reads its shared memory.
+  if constexpr (kCluster) cooperative_groups::this_cluster().sync();
+#endif
+}
+
+}  // namespace fastln

@@ -1,0 +1,10 @@
+// The general forward for float32 input.
+#include "norm_launch.cuh"
+
+namespace fastln {
+
+const char* norm_forward_f32_f32(const NormRows& p, const Plan& plan, int64_t l2_bytes, void* workspace, void* stream) {
+  return run_forward<float, float>(p, plan, l2_bytes, workspace, stream);
+}
+
+}  // namespace fastln

@@ -1,0 +1,149 @@
+// What the bindings share: torch's tensors through the stable ABI, errors, device and stream.
+// Included by bindings*.cpp alone: nothing below them sees torch.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "device.h"
+
+// libtorch_cuda's only symbol used here. Weak, so that the library also loads under CPU-only torch.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                  void** ret_stream);
+
+namespace fastln {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using IntList = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// Texts of errors match those of the fakes in fastln/ word for word. Thrown as they are, because
+// STD_TORCH_CHECK would put a file and line of this library in front.
+template <typename... Parts>
+[[noreturn]] void fail(const char* op, const Parts&... parts) {
+  std::ostringstream text;
+  text << "fastln::" << op << ": ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+inline std::string dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::ComplexHalf: return "complex32";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::BFloat16: return "bfloat16";
+    default: return torch::headeronly::toString(type);
+  }
+}
+
+inline std::string list_text(IntList values) {
+  std::string out = "[";
+  for (size_t i = 0; i < values.size(); ++i) out += (i ? ", " : "") + std::to_string(values[i]);
+  return out + "]";
+}
+
+inline std::string device_text(const Tensor& t) {
+  if (t.is_cuda()) return "cuda:" + std::to_string(t.get_device_index());
+  return t.is_cpu() ? "cpu" : "another device";
+}
+
+inline bool on_same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cuda() == b.is_cuda() && a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
+inline void check_arch(const char* op, int32_t device) {
+  const DeviceFacts& facts = device_facts(device);
+  if (!facts.supported)
+    fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ",
+         facts.major, ".", facts.minor);
+}
+
+// A new tensor on the device of `like`, contiguous.
+inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& like) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes[d], 1);
+  }
+  int32_t device_type, device_index;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle out;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      sizes.size(), sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      device_type, device_index, &out));
+  return Tensor(out);
+}
+
+// `t` itself if it is contiguous: torch's own contiguous() says so too, but 2 us later.
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+// The stride from row to row when the rows of `t`, its last `row_dims` dimensions, lie evenly spaced and
+// each contiguous; none otherwise.
+inline std::optional<int64_t> row_stride(const Tensor& t, size_t row_dims) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  const size_t leading = sizes.size() - row_dims;
+  int64_t cols = 1;
+  for (size_t d = sizes.size(); d-- > leading;) {
+    if (sizes[d] != 1 && strides[d] != cols) return std::nullopt;
+    cols *= sizes[d];
+  }
+  int64_t stride = cols, expected = -1;
+  for (size_t d = leading; d-- > 0;) {
+    if (sizes[d] == 1) continue;
+    if (expected < 0) stride = strides[d];
+    else if (strides[d] != expected) return std::nullopt;
+    expected = strides[d] * sizes[d];
+  }
+  return stride;
+}
+
+// Makes `device` current for its lifetime; a negative one means the CPU. Asking which device is current
+// is cheap, switching is not, so it switches only if it must.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int32_t device) {
+    if (device < 0) return;
+    int32_t current;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_device_index(&current));
+    if (current != device) TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(device, &guard_));
+  }
+  ~CurrentDevice() {
+    if (guard_) aoti_torch_delete_device_guard(guard_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+// The current stream of that device, as a cudaStream_t.
+inline void* current_stream(int32_t device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
+}  // namespace fastln

@@ -1,0 +1,95 @@
+// Which kernel variant a row gets. Numbers only: the launchers read them, plan() below is the one place
+// that chooses, and it looks at the columns, the element size and the GPU's architecture, never at the
+// number of rows, so that a row's bits are the same in every batch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fastln {
+
+struct Plan {
+  enum Kind : int32_t {
+    kRegisters,  // norm_forward.cuh
+    kStaged,     // norm_staged.cuh
+    kSplit,      // norm_split.cuh
+  };
+  int32_t kind = kRegisters;
+  int32_t pieces = 0;   // 16-byte accesses that a thread holds (kRegisters)
+  int32_t threads = 0;  // a row's threads within a block: a power of two up to 32 (several rows a block),
+                        // else a multiple of 32 (a block a row)
+  int32_t cluster = 1;  // blocks that share a row
+};
+
+constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several rows: 0.1 us better than 128
+
+// kRegisters, by the number of 16-byte accesses in a row: the first of `pieces` that leaves at most an
+// eighth of the loads idle, or else the one that leaves the fewest.
+//
+// Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
+struct Tuning {
+  int64_t max_accesses;
+  int max_threads;
+  int pieces[2];
+};
+constexpr Tuning kTuning[] = {
+    // 32768x768: 32x3 1.03, 32x4 1.09, 64x2 1.26. 32768x256: 16x2 1.10, 8x4 1.12, 32x1 1.29.
+    // 4096x1024: 64x2 1.15, 32x4 1.15, 128x1 1.33. 4096x2048: 128x2 1.13, 64x4 1.17, 256x1 1.40.
+    {256, 512, {2, 3}},
+    // 8192x8192: 256x4 1.06, 128x8 1.07, 512x2 1.34. 16384x5120: 160x4 1.03, 320x2 1.22, 96x8 1.06.
+    // 4096x4096: 128x4 1.13, 256x2 1.16 (and at 16 rows 256x2 is 7 % ahead). 2048x16384: 512x4 1.14, 256x8 1.16.
+    {2048, 512, {4, 3}},
+    // 512x65536: 1024x8 1.36, two blocks of 512x8 2.00.
+    {8192, 1024, {8, 0}},
+    // Past a block's registers: clusters of 2 to 8, the portable limit.
+    {8 * 4096, 512, {8, 0}},
+};
+
+// kStaged: columns a thread, so that its loops are long enough to overlap and short enough to end soon.
+constexpr int kStagedColumns = 16;
+
+inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Threads that cover `wanted`: a power of two within a warp, whole warps beyond.
+inline int64_t group_of(int64_t wanted) {
+  if (wanted > 32) return round_up(wanted, 32);
+  int64_t threads = 1;
+  while (threads < wanted) threads *= 2;
+  return threads;
+}
+
+// Shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, technical
+// specifications), less 1 KB for what the kernels have themselves.
+inline int64_t shared_limit(int major, int minor) {
+  if (major == 8 && minor == 0) return 162 * 1024;
+  if (major == 9 || major == 10) return 226 * 1024;
+  return 98 * 1024;
+}
+
+inline Plan plan(int64_t cols, int element_bytes, int major, int minor) {
+  Plan out;
+  if (cols * element_bytes % 16 != 0) {
+    const int64_t bytes = round_up(cols * element_bytes, 16) + 16;  // staged_elements()
+    out.kind = bytes <= shared_limit(major, minor) ? Plan::kStaged : Plan::kSplit;
+    out.threads = static_cast<int32_t>(std::min<int64_t>(group_of((cols + kStagedColumns - 1) / kStagedColumns), 1024));
+    return out;
+  }
+  const int64_t accesses = cols * element_bytes / 16;
+  out.kind = Plan::kSplit;
+  for (const Tuning& row : kTuning) {
+    if (accesses > row.max_accesses) continue;
+    const auto idle = [&](int pieces) {
+      return 1.0 - static_cast<double>(accesses) / (group_of((accesses + pieces - 1) / pieces) * pieces);
+    };
+    out.pieces = row.pieces[0];
+    if (row.pieces[1] != 0 && idle(out.pieces) > 0.125 && idle(row.pieces[1]) < idle(out.pieces)) out.pieces = row.pieces[1];
+    const int64_t wanted = (accesses + out.pieces - 1) / out.pieces;
+    while (wanted > static_cast<int64_t>(out.cluster) * row.max_threads) out.cluster *= 2;
+    out.threads = static_cast<int32_t>(out.cluster == 1 ? group_of(wanted) : round_up((wanted + out.cluster - 1) / out.cluster, 32));
+    if (out.cluster == 1 || major >= 9) out.kind = Plan::kRegisters;
+    break;
+  }
+  return out;
+}
+
+}  // namespace fastln

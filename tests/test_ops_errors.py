@@ -1,0 +1,207 @@
+"""Bad arguments raise, name what was expected and what came, read the same in every mode, and change nothing."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from reference import call, good_arguments, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ROWS, COLS = 3, 8
+
+
+def scrambled(shape, dtype):
+    """A function that replaces a tensor by one of another shape (unless None) and dtype (unless None)."""
+    return lambda t: torch.ones(t.shape if shape is None else shape, dtype=dtype or t.dtype, device=t.device)
+
+
+class Mistake(NamedTuple):
+    """`argument` of an otherwise good call, spoiled; the message must hold all of `pieces`."""
+
+    argument: str
+    spoil: object
+    pieces: tuple[str, ...]
+
+
+def shape_mistakes(name):
+    for wrong in ((COLS - 1,), (COLS + 1,), (1,), (0,), (1, COLS), (COLS, 1), ()):
+        yield (
+            f"{name}_of_shape_{list(wrong)}",
+            Mistake(name, scrambled(wrong, None), (f"{name} of shape [{COLS}]", str(list(wrong)))),
+        )
+
+
+def dtype_mistakes(name, dtypes):
+    for dtype in dtypes:
+        text = str(dtype).removeprefix("torch.")
+        yield f"{name}_of_{text}", Mistake(name, scrambled(None, dtype), (f"{name} of dtype {{element}}", text))
+
+
+NEVER_ACCEPTED = (torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.complex64)
+
+BAD_ARGUMENTS = {
+    **dict(dtype_mistakes("input", NEVER_ACCEPTED)),
+    "input_of_no_dimension": Mistake("input", scrambled((), None), ("input", "at least 1 dimension", "0")),
+    **dict(shape_mistakes("weight")),
+    **dict(shape_mistakes("bias")),
+    **dict(dtype_mistakes("weight", NEVER_ACCEPTED)),
+    **dict(dtype_mistakes("bias", NEVER_ACCEPTED)),
+}
+BAD_OUT = {
+    "out_with_more_rows": Mistake("out", scrambled((ROWS + 1, COLS), None), ("out of shape [3, 8]", "[4, 8]")),
+    "out_with_fewer_cols": Mistake("out", scrambled((ROWS, COLS - 1), None), ("out of shape [3, 8]", "[3, 7]")),
+    "out_of_other_rank": Mistake("out", scrambled((ROWS * COLS,), None), ("out of shape [3, 8]", "[24]")),
+    "out_of_no_dimension": Mistake("out", scrambled((), None), ("out of shape [3, 8]", "[]")),
+    **dict(dtype_mistakes("out", NEVER_ACCEPTED)),
+    "out_transposed": Mistake("out", lambda t: torch.ones_like(t).t().contiguous().t(), ("contiguous", "[1, 3]")),
+    "out_row_strided": Mistake("out", lambda t: torch.ones_like(t).repeat(1, 2)[:, :COLS], ("contiguous", "[16, 1]")),
+    "out_expanded": Mistake("out", lambda t: torch.ones_like(t[:1]).expand(t.shape), ("contiguous", "[0, 1]")),
+}
+ALL = {**BAD_ARGUMENTS, **BAD_OUT}
+
+
+def spoiled(arguments, mistake):
+    return {**arguments, mistake.argument: mistake.spoil(arguments[mistake.argument])}
+
+
+def refusal(kernel, action, *arguments):
+    """What the RuntimeError says, from the op's name on to what came: the part that reads the same in
+    every mode (torch.compile puts its own words around it)."""
+    with pytest.raises(RuntimeError) as caught:
+        action(*arguments)
+    expected_and_got = r": expected [^\n]*?, got (?:[a-z]+ )*(?:\[[^\]\n]*\]|[\w:]+)"
+    found = re.search(re.escape(kernel.qualname) + expected_and_got, str(caught.value))
+    assert found, f"not a refusal by the op: {caught.value!r}"
+    return found.group()
+
+
+def assert_names_the_mistake(kernel, mistake, message):
+    for piece in mistake.pieces:
+        assert piece.format(element=kernel.element) in message
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_input_weight_or_bias_is_refused(kernel, name, device):
+    mistake = BAD_ARGUMENTS[name]
+    arguments = spoiled(good_arguments(kernel, device, (ROWS, COLS)), mistake)
+    assert_names_the_mistake(kernel, mistake, refusal(kernel, call, kernel, arguments))
+    if mistake.argument == "input":
+        assert_names_the_mistake(kernel, mistake, refusal(kernel, kernel.op.scalar, arguments["input"], 1.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_refused_out_call_leaves_out_as_it_was(kernel, name, device):
+    arguments = spoiled(good_arguments(kernel, device, (ROWS, COLS), out=True), ALL[name])
+    out = arguments["out"]
+    before, version = out.clone(), out._version
+    assert_names_the_mistake(kernel, ALL[name], refusal(kernel, call, kernel, arguments))
+    assert torch.equal(out, before)
+    assert out._version == version
+
+
+def test_the_other_kernels_element_type_is_refused(kernel, device):
+    other = {"float32": torch.float16, "float16": torch.float32}[kernel.element]
+    good = good_arguments(kernel, device, (ROWS, COLS), out=True)
+    # float32 weight and bias are accepted by every kernel.
+    for name in ("input", "out", *(("weight", "bias") if kernel.element == "float32" else ())):
+        message = refusal(kernel, call, kernel, spoiled(good, Mistake(name, scrambled(None, other), ())))
+        assert f"{name} of dtype {kernel.element}" in message
+        assert message.endswith(f"got {str(other).removeprefix('torch.')}")
+    assert (good["out"] == 7.0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_fakes_refuse_the_same_with_the_same_words(kernel, name):
+    arguments = spoiled(good_arguments(kernel, "cpu", (ROWS, COLS), out=True), ALL[name])
+    eager = refusal(kernel, call, kernel, arguments)
+    with FakeTensorMode() as mode:
+        fake = {key: mode.from_tensor(value) for key, value in arguments.items()}
+        assert refusal(kernel, call, kernel, fake) == eager
+    on_meta = {key: value.to("meta") for key, value in arguments.items() if key != "out"}
+    if ALL[name].argument != "out":
+        assert refusal(kernel, call, kernel, on_meta) == eager
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_message_is_one_clean_line_in_every_grad_mode_and_nothing_is_printed(kernel, mode, device, capfd):
+    good = good_arguments(kernel, device, (ROWS, COLS), out=True)
+    for name in ("input_of_float64", "input_of_no_dimension", "weight_of_shape_[1]", "bias_of_int64", "out_transposed"):
+        arguments = spoiled(good, ALL[name])
+        with mode():
+            with pytest.raises(RuntimeError) as caught:
+                call(kernel, arguments)
+            assert str(caught.value) == refusal(kernel, call, kernel, arguments)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.kernels(items=8, access=8, accumulate="float32")
+@pytest.mark.parametrize("name", ALL)
+def test_compiled_code_refuses_the_same_with_the_same_words(kernel, name, fresh_compiler):
+    arguments = spoiled(good_arguments(kernel, "cpu", (ROWS, COLS), out=True), ALL[name])
+    eager = refusal(kernel, call, kernel, arguments)
+    compiled = torch.compile(lambda a: call(kernel, a), fullgraph=True, backend="aot_eager")
+    assert refusal(kernel, compiled, arguments) == eager
+
+
+def test_every_kernel_refuses_when_compiled(kernel, fresh_compiler):
+    arguments = spoiled(good_arguments(kernel, "cpu", (ROWS, COLS)), ALL["weight_of_shape_[7]"])
+    compiled = torch.compile(lambda a: call(kernel, a), fullgraph=True, backend="aot_eager")
+    assert refusal(kernel, compiled, arguments) == refusal(kernel, call, kernel, arguments)
+
+
+@pytest.mark.parametrize("argument", ["weight", "bias", "out"])
+def test_rejects_an_argument_on_meta_with_cpu_input(kernel, argument):
+    arguments = good_arguments(kernel, "cpu", (ROWS, COLS), out=argument == "out")
+    message = refusal(kernel, call, kernel, {**arguments, argument: arguments[argument].to("meta")})
+    assert_names_the_mistake(kernel, Mistake(argument, None, (f"{argument} on cpu", "got meta")), message)
+
+
+@pytest.mark.parametrize("argument", ["weight", "bias", "out"])
+@pytest.mark.parametrize(("ours", "theirs"), [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_fakes_reject_an_argument_on_another_device(kernel, argument, ours, theirs):
+    """Fake tensors have a device without a GPU, so that this runs everywhere."""
+    with FakeTensorMode():
+        arguments = good_arguments(kernel, ours, (ROWS, COLS), out=argument == "out")
+        arguments[argument] = torch.empty_like(arguments[argument], device=theirs)
+        message = refusal(kernel, call, kernel, arguments)
+    assert message == f"{kernel.qualname}: expected {argument} on {ours}, got {theirs}"
+
+
+def on_cuda(kernel, *names, out=False):
+    """Good arguments of which those in `names` are on the GPU and the others on the CPU."""
+    arguments = good_arguments(kernel, "cpu", (ROWS, COLS), out=out)
+    return {name: t.to("cuda:0") if name in names else t for name, t in arguments.items()}
+
+
+def test_rejects_cpu_weight_with_cuda_input(kernel, cuda):
+    message = refusal(kernel, call, kernel, on_cuda(kernel, "input", "bias"))
+    assert message == f"{kernel.qualname}: expected weight on cuda:0, got cpu"
+
+
+def test_rejects_cpu_bias_with_cuda_input(kernel, cuda):
+    message = refusal(kernel, call, kernel, on_cuda(kernel, "input", "weight"))
+    assert message == f"{kernel.qualname}: expected bias on cuda:0, got cpu"
+
+
+def test_rejects_cuda_weight_with_cpu_input(kernel, cuda):
+    message = refusal(kernel, call, kernel, on_cuda(kernel, "weight"))
+    assert message == f"{kernel.qualname}: expected weight on cpu, got cuda:0"
+
+
+def test_rejects_cpu_out_with_cuda_input(kernel, cuda):
+    message = refusal(kernel, call, kernel, on_cuda(kernel, "input", "weight", "bias", out=True))
+    assert message == f"{kernel.qualname}: expected out on cuda:0, got cpu"
+
+
+def test_rejects_weight_on_another_gpu(kernel, second_cuda):
+    arguments = good_arguments(kernel, "cuda:0", (ROWS, COLS))
+    arguments["weight"] = arguments["weight"].to(second_cuda)
+    assert refusal(kernel, call, kernel, arguments) == f"{kernel.qualname}: expected weight on cuda:0, got cuda:1"
+
+
+def test_a_refusal_leaves_the_next_call_right(kernel, device):
+    arguments = good_arguments(kernel, device, (ROWS, COLS))
+    expected = call(kernel, arguments)
+    refusal(kernel, call, kernel, spoiled(arguments, ALL["weight_of_float64"]))
+    assert same_bits(call(kernel, arguments), expected)
