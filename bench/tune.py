@@ -29,18 +29,15 @@ SHAPES = (
 
 def variants(cols: int, dtype: torch.dtype) -> list[str]:
     """Plans that cover a row without more than a third of the loads idle."""
-    if fastln.plan(cols, dtype).kind != "registers":
-        columns = (4, 8, 12, 16, 24, 32)  # a thread
-        groups = {group_of(-(-cols // c)) for c in columns}
-        return ["split"] + [f"staged,threads={t}" for t in sorted(groups) if t <= 1024]
-    accesses = cols * dtype.itemsize // 16
+    accesses = -(-cols * dtype.itemsize // 16)
     found = []
     for pieces in PIECES:
-        for cluster in (1, 2, 4, 8) if pieces == 8 and cols >= 32768 else (1,):
+        clusters = (1, 2, 4, 8) if pieces == 8 and cols >= 32768 and cols * dtype.itemsize % 16 == 0 else (1,)
+        for cluster in clusters:
             threads = group_of(-(-accesses // (pieces * cluster)))
             used = accesses / (pieces * cluster * threads)
             if threads <= (1024 if pieces == 8 and cluster == 1 else 512) and used > 0.6 and (cluster == 1 or threads >= 64):
-                found.append(f"registers,pieces={pieces},threads={threads},cluster={cluster}")
+                found.append(f"pieces={pieces},threads={threads},cluster={cluster}")
     return found
 
 
@@ -50,7 +47,7 @@ def group_of(wanted: int) -> int:
 
 
 def name_of(plan: str) -> str:
-    return plan.replace("registers,", "").replace("pieces=", "p").replace(",threads=", " t").replace(",cluster=1", "")
+    return plan.replace("pieces=", "p").replace(",threads=", " t").replace(",cluster=1", "")
 
 
 def tune(rows: int, cols: int, dtype: torch.dtype) -> dict:

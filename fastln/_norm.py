@@ -60,28 +60,23 @@ def layer_norm(
 # ------------------------------------------------------------------------------------------- planning
 
 
-_KINDS = ("registers", "staged", "split")  # Plan::Kind in src/tuning.h
-
-
 @dataclass(frozen=True)
 class Plan:
     """The kernel variant that rows of one length and dtype get on a GPU.
 
     Attributes:
-        kind: ``"registers"``, the row in registers; ``"staged"``, the row in shared memory, for lengths that are
-            no multiple of 16 bytes; ``"split"``, the row in chunks over three launches.
-        pieces: 16-byte accesses that a thread holds, for ``"registers"``.
+        pieces: Pieces of 16 bytes that a thread holds in registers; 0 if the row is cut into chunks instead, over
+            three launches.
         threads: Threads of a row within a block; up to 32, several rows share a block.
         cluster: Blocks that share a row through distributed shared memory.
     """
 
-    kind: str
     pieces: int
     threads: int
     cluster: int
 
 
-def plan(cols: int, dtype: torch.dtype = torch.float16, capability: tuple[int, int] | None = None) -> Plan:
+def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True) -> Plan:
     """The variant that ``layer_norm`` picks for rows of ``cols`` elements.
 
     It depends on nothing else, so a row's result is the same in every batch.
@@ -89,7 +84,7 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, capability: tuple[int, i
     Args:
         cols: Product of ``normalized_shape``, at least 1.
         dtype: dtype of the input.
-        capability: Compute capability of the GPU; None for the current one, or 9.0 where there is none.
+        clusters: Whether the GPU has thread block clusters (compute capability 9.0 and later).
 
     Raises:
         ValueError: ``cols`` is less than 1, or ``dtype`` is none that ``layer_norm`` takes.
@@ -98,11 +93,9 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, capability: tuple[int, i
         raise ValueError(f"fastln.plan: expected cols of at least 1, got {cols}")
     if dtype not in _FLOATING:
         raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
-    if capability is None:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    values = (ctypes.c_int32 * 4)()
-    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, *capability, values)
-    return Plan(_KINDS[values[0]], *values[1:])
+    values = (ctypes.c_int32 * 3)()
+    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, clusters, values)
+    return Plan(*values)
 
 
 def force_plan(text: str) -> None:
@@ -111,35 +104,31 @@ def force_plan(text: str) -> None:
     The environment variable ``FASTLN_PLAN`` does the same from the start of the process.
 
     Args:
-        text: ``"registers,pieces=4,threads=128"``, optionally with ``cluster=2``; ``"staged,threads=64"``;
-            ``"split"``; or ``""`` for none.
+        text: ``"pieces=4,threads=128"``, optionally with ``cluster=2``; ``"split"`` for the row in chunks; or
+            ``""`` for none.
 
     Raises:
         ValueError: The text is none of these.
     """
-    values = {"pieces": 0, "threads": 0, "cluster": 1}
-    kind, *settings = text.split(",")
+    if text in ("", "split"):
+        library.fastln_force_plan(-1 if text == "" else 0, 0, 1)
+        return
     try:
-        given = {key: int(value) for key, value in (setting.split("=") for setting in settings)}
-    except ValueError:
-        given = {"": 0}
-    values |= given
-    if text != "" and (kind not in _KINDS or len(values) > 3 or not _runnable(kind, **values)):
-        raise ValueError(f'fastln: expected a plan like "registers,pieces=4,threads=128", got "{text}"')
-    if kind == "split":
-        values["threads"] = 1  # any number: what counts is that a plan is forced
-    library.fastln_force_plan(_KINDS.index(kind) if text else 0, *values.values())
+        values = {"cluster": 1} | {key: int(value) for key, value in (part.split("=") for part in text.split(","))}
+        runnable = _runnable(**values)
+    except (ValueError, TypeError):
+        runnable = False
+    if not runnable:
+        raise ValueError(f'fastln: expected a plan like "pieces=4,threads=128", got "{text}"')
+    library.fastln_force_plan(values["pieces"], values["threads"], values["cluster"])
 
 
-def _runnable(kind: str, pieces: int, threads: int, cluster: int) -> bool:
-    if kind == "split":
-        return (pieces, threads, cluster) == (0, 0, 1)
-    if not (threads in (1, 2, 4, 8, 16) or (threads % 32 == 0 and 32 <= threads <= 1024)):
-        return False
-    if kind == "staged":
-        return (pieces, cluster) == (0, 1)
-    in_cluster = cluster in (2, 4, 8) and pieces == 8 and 32 <= threads <= 512
-    return (pieces in (2, 3, 4) and threads <= 512 or pieces == 8) and (cluster == 1 or in_cluster)
+def _runnable(pieces: int, threads: int, cluster: int) -> bool:
+    most = 1024 if pieces == 8 and cluster == 1 else 512
+    whole_warps = threads % 32 == 0 and 32 <= threads <= most
+    if cluster > 1:
+        return cluster in (2, 4, 8) and pieces == 8 and whole_warps
+    return cluster == 1 and pieces in (2, 3, 4, 8) and (whole_warps or threads in (1, 2, 4, 8, 16))
 
 
 # ---------------------------------------------------------------------------------------------- fakes

@@ -86,19 +86,17 @@ std::vector<int64_t> stats_sizes(const Tensor& input, size_t row_dims) {
 
 // ------------------------------------------------------------------------------------------ the plan
 
-// A plan to use instead of plan()'s wherever it can hold the row, for tests and tuning. No threads: none.
-Plan forced_plan;
+// A plan to use instead of plan()'s wherever it can hold the row, for tests and tuning.
+std::optional<Plan> forced_plan;
 
-Plan plan_for(int64_t cols, int element_bytes, int major, int minor) {
-  const Plan own = plan(cols, element_bytes, major, minor), forced = forced_plan;
-  const bool whole = cols * element_bytes % 16 == 0;
-  const int64_t held = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster * 16;
-  switch (forced.threads == 0 ? -1 : forced.kind) {
-    case Plan::kRegisters: return whole && held >= cols * element_bytes ? forced : own;
-    case Plan::kStaged: return (cols + 16) * element_bytes <= shared_limit(major, minor) ? forced : own;
-    case Plan::kSplit: return forced;
-    default: return own;
-  }
+Plan plan_for(int64_t cols, int element_bytes, bool has_clusters) {
+  const Plan own = plan(cols, element_bytes, has_clusters);
+  if (!forced_plan) return own;
+  const Plan forced = *forced_plan;
+  const bool shifted = cols * element_bytes % 16 != 0;
+  const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster * 16 >= cols * element_bytes;
+  const bool runs = !shifted || (forced.cluster == 1 && forced.threads <= kShiftedMaxThreads);
+  return forced.pieces == 0 || (holds && runs) ? forced : own;
 }
 
 // --------------------------------------------------------------------------------------------- CUDA
@@ -127,20 +125,18 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   const CurrentDevice current(device);
   const DeviceFacts& facts = device_facts(device);
 
-  const Plan how = plan_for(cols, static_cast<int>(input.element_size()), facts.major, facts.minor);
-  const bool accesses = how.kind == Plan::kRegisters;  // 16 bytes each, so all must lie at multiples of it
+  const Plan how = plan_for(cols, static_cast<int>(input.element_size()), facts.major >= 9);
   // The copies, if any, outlive the launch call.
   auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);
-  if (accesses && !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
+  const bool whole_rows_only = how.cluster > 1 || how.threads > kShiftedMaxThreads;
+  if (whole_rows_only && !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
     x = torch::stable::clone(as_contiguous(x));
     stride = cols;
   }
   Params params(input, weight, bias);
-  if (accesses) {
-    for (OptionalTensor* t : {&params.weight, &params.bias})
-      if (*t && !is_whole(**t)) *t = torch::stable::clone(**t);
-  }
+  for (OptionalTensor* t : {&params.weight, &params.bias})
+    if (*t && !is_whole(**t)) *t = torch::stable::clone(**t);
   NormRows rows{};
   rows.x = x.const_data_ptr();
   rows.y = out.mutable_data_ptr();
@@ -155,7 +151,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   rows.eps = eps > 0 ? std::max(eps, static_cast<double>(FLT_MIN)) : eps;
 
   OptionalTensor workspace;
-  if (how.kind == Plan::kSplit) {
+  if (how.pieces == 0) {
     const int64_t values = split_workspace_values(rows.rows, cols);
     workspace = empty_contiguous({&values, 1}, stats_type(input), input);
   }
@@ -255,17 +251,18 @@ STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm", TORCH_BOX(
 
 }  // namespace
 
-// For fastln.plan(): writes kind, pieces, threads and cluster for rows of `cols` elements.
-extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols, int element_bytes, int major, int minor,
+// For fastln.plan(): writes pieces, threads and cluster for rows of `cols` elements.
+extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols, int element_bytes, int has_clusters,
                                                                   int32_t* out) {
-  const Plan how = plan_for(cols, element_bytes, major, minor);
-  const int32_t values[] = {how.kind, how.pieces, how.threads, how.cluster};
+  const Plan how = plan_for(cols, element_bytes, has_clusters != 0);
+  const int32_t values[] = {how.pieces, how.threads, how.cluster};
   std::copy(std::begin(values), std::end(values), out);
 }
 
-// Forces a plan on every row that it can hold; zero threads end that.
-extern "C" __attribute__((visibility("default"))) void fastln_force_plan(int kind, int pieces, int threads, int cluster) {
-  forced_plan = Plan{kind, pieces, threads, cluster};
+// Forces a plan on every row that it can hold; negative pieces end that.
+extern "C" __attribute__((visibility("default"))) void fastln_force_plan(int pieces, int threads, int cluster) {
+  if (pieces < 0) forced_plan.reset();
+  else forced_plan = Plan{pieces, threads, cluster};
 }
 
 }  // namespace fastln

@@ -35,7 +35,7 @@ bool rows_are_aligned(const Rows& p) {
          affine_is_aligned<Elem, kAccess>(p.bias);
 }
 
-template <typename Elem, typename Acc, int kItems, int kAccess, bool kFloat, bool kLong>
+template <typename Elem, typename Acc, int kItems, int kAccess, bool kGeneral, bool kLong>
 cudaError_t launch_rows(Rows p, cudaStream_t stream) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
   const int threads =
@@ -43,7 +43,7 @@ cudaError_t launch_rows(Rows p, cudaStream_t stream) {
   // A grid holds 2^31 - 1 blocks; more rows than that take several launches.
   for (int64_t left = p.rows; left > 0;) {
     const int64_t blocks = std::min<int64_t>(left, INT_MAX);
-    layer_norm_rows<Elem, Acc, kItems, kAccess, kFloat, kLong>
+    layer_norm_rows<Elem, Acc, kItems, kAccess, kGeneral, kLong>
         <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
     const cudaError_t err = cudaGetLastError();
     if (err != cudaSuccess) return err;
@@ -60,16 +60,16 @@ const char* launch_layer_norm(Rows p, void* stream) {
   p.per_col = 1.0f / static_cast<float>(p.cols);
   const auto s = static_cast<cudaStream_t>(stream);
   const bool aligned = rows_are_aligned<Elem, kAccess>(p);
-  const auto go = [&](auto may_be_float, auto is_long) {
-    constexpr bool kFloat = decltype(may_be_float)::value, kLong = decltype(is_long)::value;
-    return aligned ? launch_rows<Elem, Acc, kItems, kAccess, kFloat, kLong>(p, s)
-                   : launch_rows<Elem, Acc, kItems, 1, kFloat, kLong>(p, s);
+  const auto go = [&](auto general, auto is_long) {
+    constexpr bool kGeneral = decltype(general)::value, kLong = decltype(is_long)::value;
+    return aligned ? launch_rows<Elem, Acc, kItems, kAccess, kGeneral, kLong>(p, s)
+                   : launch_rows<Elem, Acc, kItems, 1, kGeneral, kLong>(p, s);
   };
-  const bool is_float = !std::is_same_v<Elem, float> && (p.weight.kind == Affine::Kind::kFloat32 ||
-                                                         p.bias.kind == Affine::Kind::kFloat32);
+  const bool is_general = p.cols % kAccess != 0 || p.weight.kind == Affine::Kind::kFloat32 ||
+                          p.bias.kind == Affine::Kind::kFloat32;
   const bool is_long = p.cols > static_cast<int64_t>(kMaxThreads) * kItems;
-  const cudaError_t err = is_long    ? go(std::true_type{}, std::true_type{})
-                          : is_float ? go(std::true_type{}, std::false_type{})
+  const cudaError_t err = is_long      ? go(std::true_type{}, std::true_type{})
+                          : is_general ? go(std::true_type{}, std::false_type{})
                                      : go(std::false_type{}, std::false_type{});
   return err == cudaSuccess ? nullptr : cudaGetErrorString(err);
 }

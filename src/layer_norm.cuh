@@ -16,8 +16,8 @@ namespace fastln {
 // A float32 vector would take twice the registers, enough to halve the blocks an SM holds, so it is
 // fetched where it is used.
 //
-// kFloat says whether it may be a float32 vector; without that the branch for it is not compiled.
-template <typename Elem, typename Acc, int kItems, int kAccess, bool kFloat>
+// kGeneral: it may be a float32 vector, and the row may end within an access.
+template <typename Elem, typename Acc, int kItems, int kAccess, bool kGeneral>
 struct AffineItems {
   using L = Lanes<Acc, kItems>;
   Vec<Elem, kItems> fetched;
@@ -25,16 +25,16 @@ struct AffineItems {
   template <typename Index>
   __device__ __forceinline__ void fetch(const Affine& affine, Index col, Index cols) {
     if (affine.kind == Affine::Kind::kElement)
-      load_items<kAccess>(fetched, static_cast<const Elem*>(affine.data) + col, col, cols);
+      load_items<kAccess, kGeneral>(fetched, static_cast<const Elem*>(affine.data) + col, col, cols);
   }
 
   // Calls f(i, lane) for each lane of the items. Lane by lane, so that few are unpacked at a time.
   template <typename Index, typename F>
   __device__ __forceinline__ void for_each_lane(const Affine& affine, Index col, Index cols, F f) const {
-    if (kFloat && affine.kind == Affine::Kind::kFloat32) {
+    if (kGeneral && affine.kind == Affine::Kind::kFloat32) {
       constexpr int kWidest = kMaxAccessBytes / static_cast<int>(sizeof(float));
       Vec<float, kItems> v;
-      load_items<kAccess < kWidest ? kAccess : kWidest>(v, static_cast<const float*>(affine.data) + col, col,
+      load_items<kAccess < kWidest ? kAccess : kWidest, kGeneral>(v, static_cast<const float*>(affine.data) + col, col,
                                                                cols);
 #pragma unroll
       for (int i = 0; i < L::kCount; ++i) f(i, L::lane_of(v, i));
@@ -60,9 +60,12 @@ constexpr int kFillsSm = kLong || (kAccess == 1 && kItems > 1) ? 1 : 2;
 // that size, and what lies past the first step is read again (from L2, mostly) for each of the passes;
 // without it those loops are not compiled, which halves the registers and doubles the blocks an SM holds.
 //
+// kGeneral compiles what few rows need, and all would pay for in registers: float32 weights of half rows, and
+// rows that end within an access.
+//
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
-template <typename Elem, typename Acc, int kItems, int kAccess, bool kFloat, bool kLong>
+template <typename Elem, typename Acc, int kItems, int kAccess, bool kGeneral, bool kLong>
 __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>) layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
   using Index = std::conditional_t<kLong, int64_t, int>;
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
   using Held = Vec<Elem, kItems>;  // stays packed between the passes, which halves its registers
   const auto load = [&](Index col) {
     Held v;
-    load_items<kAccess>(v, x + col, col, cols);
+    load_items<kAccess, kGeneral>(v, x + col, col, cols);
     return v;
   };
   const auto centre = [&](const Held& held, Index col, Acc mean) {
@@ -102,7 +105,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
   };
 
   const Held held = load(first);
-  AffineItems<Elem, Acc, kItems, kAccess, kFloat> weight, bias;
+  AffineItems<Elem, Acc, kItems, kAccess, kGeneral> weight, bias;
   weight.fetch(p.weight, first, cols);
   bias.fetch(p.bias, first, cols);
 
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
       out.lane[i] = mul(mul(v.lane[i], L::splat(rstd)), scale);
     });
     bias.for_each_lane(p.bias, col, cols, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
-    store_items<kAccess>(y + col, out.template to<Elem>(), col, cols);
+    store_items<kAccess, kGeneral>(y + col, out.template to<Elem>(), col, cols);
   };
   store(centre(held, first, mean), first);
   for_each_later_step([&](Index col) {

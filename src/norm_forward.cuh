@@ -1,29 +1,43 @@
-// The general forward kernel behind fastln::layer_norm, for rows whose length is a multiple of 16 bytes
-// and that fit the registers of a block or of a cluster of blocks. norm_staged.cuh takes the other
-// lengths, norm_split.cuh the longer ones.
+// The general forward kernel behind fastln::layer_norm, for rows that fit the registers of a block or of a
+// cluster of blocks. norm_split.cuh takes the longer ones.
 //
 // A row belongs to a group of threads: part of a warp, a warp, a block, or a cluster. Each thread holds
-// kPieces 16-byte accesses in registers; piece j of thread t is access j * threads + t of the row, so that
+// kPieces pieces of 16 bytes in registers; piece j of thread t is the row's (j * threads + t)-th, so that
 // neighbouring threads touch neighbouring words. The group sums twice over its registers (mean, then
 // centred squares: never E[x^2] - mean^2), so x is read once, and written once normalized.
 //
 // Batch invariance. The order of all additions follows from (kPieces, threads, cluster), which plan()
 // takes from the columns, the dtype and the GPU's architecture alone. Rows never share a sum. So the bits
 // of a row depend on its values, the columns, the dtype and the weights: not on the batch, the row's
-// place in it or its stride.
+// place in it, its stride or its alignment.
 #pragma once
 
 #include <cooperative_groups.h>
 
 #include "norm_rows.h"
 #include "reduce.cuh"
+#include "shift.cuh"
 #include "vec.cuh"
 
 namespace fastln {
 
+// How a row lies in memory.
+enum class Rows16 {
+  kWhole,    // it begins and ends at multiples of 16 bytes: a piece is one access
+  kShifted,  // anywhere: pieces are shifted out of, and through shared memory into, granules (shift.cuh)
+  kCluster,  // as kWhole, and a cluster of blocks shares it
+};
+
 // Threads of a block, at most. 512 leave 128 registers a thread. With 8 pieces, whose weight and bias are
-// fetched late, 64 are enough, except for a cluster's sums.
-template <int kPieces, bool kCluster> constexpr int kForwardThreads = kPieces == 8 && !kCluster ? 1024 : 512;
+// fetched late, 64 are enough, except for a cluster's sums and a shift's granules.
+template <int kPieces, Rows16 kRows> constexpr int kForwardThreads = kPieces == 8 && kRows == Rows16::kWhole ? 1024 : 512;
+
+// Elements of shared memory that a kShifted row's output takes, with the granule that a shift reads ahead.
+template <typename Elem>
+__host__ __device__ constexpr int64_t shifted_elements(int64_t cols) {
+  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
+  return (cols + kAccess - 1) / kAccess * kAccess + kAccess;
+}
 
 // Sum kIndex over a row's group; every thread of it gets it. `threads` is a power of two up to 32, or
 // blockDim.x. All threads of the block (of the cluster, if kCluster) must call it. With kCluster,
@@ -49,8 +63,9 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 
 // kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
 // other blocks hide it anyway, the registers they take cost more than that gains; see launch_forward().
-template <typename Elem, typename Param, int kPieces, bool kEarly, bool kCluster>
-__global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_forward(const NormRows p) {
+template <typename Elem, typename Param, int kPieces, bool kEarly, Rows16 kRows>
+__global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forward(const NormRows p) {
+  constexpr bool kCluster = kRows == Rows16::kCluster, kShifted = kRows == Rows16::kShifted;
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
   using V = Vec<Elem, kAccess>;
@@ -82,18 +97,53 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_for
   const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
   const auto inside = [&](int j) { return first + j * step < cols; };
 
+  const auto partial_piece = [&](int j) { return kShifted && first + j * step + kAccess > cols; };
+
   V held[kPieces];
+  if constexpr (kShifted) {
+    // All granules first, then the shifts, so that no load waits for another.
+    const int offset = granule_offset(x);
+    const Elem* granule = opaque(x - offset);
+    const Elem* end = static_cast<const Elem*>(p.x) + (p.rows - 1) * p.x_stride + p.cols;
+    V next[kPieces];
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    held[j] = V{};
-    if (inside(j)) load_vec(held[j], x + j * step);
+    for (int j = 0; j < kPieces; ++j) {
+      held[j] = next[j] = V{};
+      if (inside(j)) load_granule(held[j], granule + j * step, end);
+      if (inside(j) && offset != 0 && first + j * step + kAccess - offset < cols)
+        load_granule(next[j], granule + j * step + kAccess, end);
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      held[j] = shift(held[j], next[j], offset);
+      if (inside(j) && partial_piece(j)) {
+#pragma unroll
+        for (int i = 0; i < kAccess; ++i)
+          if (first + j * step + i >= cols) set_item(held[j], i, Elem{});
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      held[j] = V{};
+      if (inside(j)) load_vec(held[j], x + j * step);
+    }
   }
   P w[kEarly ? kPieces : 1], b[kEarly ? kPieces : 1];
+  const auto load_param = [&](P& out, const Param* from, int j) {
+    if (!partial_piece(j)) {
+      load_vec(out, from + first + j * step);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i)
+        if (first + j * step + i < cols) set_item(out, i, from[first + j * step + i]);
+    }
+  };
   const auto load_params = [&](P& scale, P& shift, int j) {
     scale = splat<Param, kAccess>(1);
     shift = splat<Param, kAccess>(0);
-    if (weight && inside(j)) load_vec(scale, weight + first + j * step);
-    if (bias && inside(j)) load_vec(shift, bias + first + j * step);
+    if (weight && inside(j)) load_param(scale, weight, j);
+    if (bias && inside(j)) load_param(shift, bias, j);
   };
   if constexpr (kEarly) {
 #pragma unroll
@@ -111,7 +161,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_for
       Acc v[kAccess];
       unpack(v, opaque(held[j]));
 #pragma unroll
-      for (int i = 0; i < kAccess; ++i) sum[i] = term(j, v[i], sum[i]);
+      for (int i = 0; i < kAccess; ++i) sum[i] = term(j, i, v[i], sum[i]);
     }
 #pragma unroll
     for (int width = kAccess / 2; width > 0; width /= 2) {
@@ -121,11 +171,12 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_for
     return sum[0];
   };
   const Acc per_col = static_cast<Acc>(p.per_col);
-  const Acc sum = total([](int, Acc v, Acc s) { return s + v; });
+  const Acc sum = total([](int, int, Acc v, Acc s) { return s + v; });
   const Acc mean = group_sum<kCluster, 0>(sum, p.threads, block, block_total[0]) * per_col;
   // Past the row x is held as 0; centred on 0 it adds nothing.
-  const Acc squares = total([&](int j, Acc v, Acc s) {
-    const Acc d = v - (inside(j) ? mean : Acc(0));
+  const Acc squares = total([&](int j, int i, Acc v, Acc s) {
+    const bool counts = kShifted ? first + j * step + i < cols : inside(j);
+    const Acc d = v - (counts ? mean : Acc(0));
     return fma(d, d, s);
   });
   // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
@@ -136,6 +187,9 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_for
     static_cast<Acc*>(p.mean)[row] = mean;
     static_cast<Acc*>(p.rstd)[row] = rstd;
   }
+  extern __shared__ uint4 dynamic_shared[];  // kShifted: the output of each of the block's rows, from a granule on
+  Elem* shared = reinterpret_cast<Elem*>(dynamic_shared) +
+                 (p.threads > kWarp ? 0 : threadIdx.x >> p.threads_log2) * shifted_elements<Elem>(p.cols);
   Elem* y = opaque(static_cast<Elem*>(p.y) + row * p.cols + first);  // this thread's part of [cols]
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
@@ -150,8 +204,14 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kCluster>)) norm_for
       for (int i = 0; i < kAccess; ++i) v[i] = fma((v[i] - mean) * rstd, scale[i], shift[i]);
       V out;
       pack(out, v);
-      store_vec(y + j * step, out);
+      if constexpr (kShifted) store_vec(shared + first + j * step, out);
+      else store_vec(y + j * step, out);
     }
+  }
+  if constexpr (kShifted) {
+    if (p.threads > kWarp) __syncthreads();
+    else __syncwarp();
+    store_shifted(static_cast<Elem*>(p.y) + row * p.cols, shared, cols, t, stride);
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   // No block may end while another still reads its shared memory.

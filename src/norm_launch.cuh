@@ -9,7 +9,6 @@
 #include "norm_forward.cuh"
 #include "norm_launch.h"
 #include "norm_split.cuh"
-#include "norm_staged.cuh"
 
 namespace fastln {
 
@@ -53,16 +52,27 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_byt
 // Every compiled variant of norm_forward. Weight and bias come late with 8 pieces, where registers are
 // short, and with 4 on tensors past L2 (8192x8192 float16 on an H200: 67.9 us, early 89); early is what
 // few rows want (1x8192: 2.8 us, late 3.3). When they come does not change what is computed.
-template <typename Elem, typename Param>
-void (*find_forward(int pieces, int cluster, bool past_l2))(NormRows) {
-  if (cluster > 1) return pieces == 8 ? norm_forward<Elem, Param, 8, false, true> : nullptr;
-  switch (pieces) {
-    case 2: return norm_forward<Elem, Param, 2, true, false>;
-    case 3: return norm_forward<Elem, Param, 3, true, false>;
-    case 4: return past_l2 ? norm_forward<Elem, Param, 4, false, false> : norm_forward<Elem, Param, 4, true, false>;
-    case 8: return norm_forward<Elem, Param, 8, false, false>;
-    default: return nullptr;
+template <typename Elem, typename Param, Rows16 kRows>
+void (*find_forward(int pieces, bool past_l2))(NormRows) {
+  if constexpr (kRows == Rows16::kCluster) {
+    return pieces == 8 ? norm_forward<Elem, Param, 8, false, kRows> : nullptr;
+  } else {
+    switch (pieces) {
+      case 2: return norm_forward<Elem, Param, 2, true, kRows>;
+      case 3: return norm_forward<Elem, Param, 3, true, kRows>;
+      case 4: return past_l2 ? norm_forward<Elem, Param, 4, false, kRows> : norm_forward<Elem, Param, 4, true, kRows>;
+      case 8: return norm_forward<Elem, Param, 8, false, kRows>;
+      default: return nullptr;
+    }
   }
+}
+
+// Whether each row of x and y, and the parameters, begin at multiples of 16 bytes.
+template <typename Elem>
+bool rows_are_whole(const NormRows& p) {
+  const auto whole = [](const void* q) { return reinterpret_cast<uintptr_t>(q) % kMaxAccessBytes == 0; };
+  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
+  return whole(p.x) && whole(p.y) && p.cols % kAccess == 0 && (p.rows == 1 || p.x_stride % kAccess == 0);
 }
 
 template <typename Elem, typename Param>
@@ -102,14 +112,17 @@ const char* run_forward(NormRows p, const Plan& plan, int64_t l2_bytes, void* wo
   while (1 << p.threads_log2 < plan.threads) ++p.threads_log2;
   p.per_col = 1.0 / static_cast<double>(p.cols);
   cudaError_t err = cudaErrorInvalidValue;
-  if (plan.kind == Plan::kSplit) {
+  if (plan.pieces == 0) {
     err = launch_split<Elem, Param>(p, workspace, s);
-  } else if (plan.kind == Plan::kStaged) {
-    const int64_t bytes = staged_elements<Elem>(p.cols) * static_cast<int64_t>(sizeof(Elem));
-    err = launch_rows<Elem>(norm_staged<Elem, Param>, p, bytes, s);
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > l2_bytes;
-    if (const auto kernel = find_forward<Elem, Param>(plan.pieces, plan.cluster, past_l2)) err = launch_rows<Elem>(kernel, p, 0, s);
+    const bool shifted = !rows_are_whole<Elem>(p);
+    void (*kernel)(NormRows) = nullptr;
+    if (plan.cluster > 1) kernel = shifted ? nullptr : find_forward<Elem, Param, Rows16::kCluster>(plan.pieces, past_l2);
+    else if (shifted) kernel = find_forward<Elem, Param, Rows16::kShifted>(plan.pieces, past_l2);
+    else kernel = find_forward<Elem, Param, Rows16::kWhole>(plan.pieces, past_l2);
+    const int64_t shared_bytes = shifted ? shifted_elements<Elem>(p.cols) * static_cast<int64_t>(sizeof(Elem)) : 0;
+    if (kernel) err = launch_rows<Elem>(kernel, p, shared_bytes, s);
   }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again

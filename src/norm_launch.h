@@ -9,8 +9,9 @@
 namespace fastln {
 
 // Launches the forward on `stream` (a cudaStream_t of the current device), on a device with that L2.
-// `workspace` holds split_workspace_values() values of the accumulate type for a kSplit plan, and
-// may be null otherwise. For a kRegisters plan, x, its rows, y, weight and bias lie at multiples of 16 bytes. Returns null, or CUDA's words for what went wrong. rows and cols are at least 1.
+// `workspace` holds split_workspace_values() values of the accumulate type where plan.pieces is 0, and
+// may be null otherwise. weight and bias begin at multiples of 16 bytes, and with a
+// cluster so do the rows of x. Returns null, or CUDA's words for what went wrong. rows and cols are at least 1.
 //
 // One for each pair of element and parameter type, compiled from a file an element type.
 using ForwardLauncher = const char* (*)(const NormRows&, const Plan&, int64_t l2_bytes, void* workspace, void* stream);

@@ -1,5 +1,5 @@
-// The forward for rows too long for a block's registers and shared memory, and for those of a cluster of
-// blocks where the GPU has clusters: three launches over a row cut into chunks, with no upper limit on the columns.
+// The forward for rows too long for the registers of a block, or of a cluster of blocks where the GPU has
+// clusters and the row is whole: three launches over a row cut into chunks, with no upper limit on the columns.
 //
 //   moments    one block a chunk: its mean and its sum of centred squares, in two passes over the chunk
 //   combine    one block a row: merges the chunks' moments by Chan's formula, in a fixed order

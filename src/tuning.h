@@ -9,13 +9,7 @@
 namespace fastln {
 
 struct Plan {
-  enum Kind : int32_t {
-    kRegisters,  // norm_forward.cuh
-    kStaged,     // norm_staged.cuh
-    kSplit,      // norm_split.cuh
-  };
-  int32_t kind = kRegisters;
-  int32_t pieces = 0;   // 16-byte accesses that a thread holds (kRegisters)
+  int32_t pieces = 0;   // of 16 bytes that a thread holds; 0: the row is cut into chunks (norm_split.cuh)
   int32_t threads = 0;  // a row's threads within a block: a power of two up to 32 (several rows a block),
                         // else a multiple of 32 (a block a row)
   int32_t cluster = 1;  // blocks that share a row
@@ -23,12 +17,12 @@ struct Plan {
 
 constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several rows: 0.1 us better than 128
 
-// kRegisters, by the number of 16-byte accesses in a row: the first of `pieces` that leaves at most an
-// eighth of the loads idle, or else the one that leaves the fewest.
+// By the number of 16-byte pieces in a row: the first of `pieces` that leaves at most an eighth of the loads
+// idle, or else the one that leaves the fewest.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
-  int64_t max_accesses;
+  int64_t max_row;
   int max_threads;
   int pieces[2];
 };
@@ -45,8 +39,7 @@ constexpr Tuning kTuning[] = {
     {8 * 4096, 512, {8, 0}},
 };
 
-// kStaged: columns a thread, so that its loops are long enough to overlap and short enough to end soon.
-constexpr int kStagedColumns = 16;
+constexpr int kShiftedMaxThreads = 512;
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -58,38 +51,27 @@ inline int64_t group_of(int64_t wanted) {
   return threads;
 }
 
-// Shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, technical
-// specifications), less 1 KB for what the kernels have themselves.
-inline int64_t shared_limit(int major, int minor) {
-  if (major == 8 && minor == 0) return 162 * 1024;
-  if (major == 9 || major == 10) return 226 * 1024;
-  return 98 * 1024;
-}
-
-inline Plan plan(int64_t cols, int element_bytes, int major, int minor) {
-  Plan out;
-  if (cols * element_bytes % 16 != 0) {
-    const int64_t bytes = round_up(cols * element_bytes, 16) + 16;  // staged_elements()
-    out.kind = bytes <= shared_limit(major, minor) ? Plan::kStaged : Plan::kSplit;
-    out.threads = static_cast<int32_t>(std::min<int64_t>(group_of((cols + kStagedColumns - 1) / kStagedColumns), 1024));
-    return out;
-  }
-  const int64_t accesses = cols * element_bytes / 16;
-  out.kind = Plan::kSplit;
+inline Plan plan(int64_t cols, int element_bytes, bool has_clusters) {
+  const bool shifted = cols * element_bytes % 16 != 0;
+  const int64_t row_pieces = (cols * element_bytes + 15) / 16;
   for (const Tuning& row : kTuning) {
-    if (accesses > row.max_accesses) continue;
+    if (row_pieces > row.max_row) continue;
     const auto idle = [&](int pieces) {
-      return 1.0 - static_cast<double>(accesses) / (group_of((accesses + pieces - 1) / pieces) * pieces);
+      return 1.0 - static_cast<double>(row_pieces) / (group_of((row_pieces + pieces - 1) / pieces) * pieces);
     };
+    Plan out;
     out.pieces = row.pieces[0];
     if (row.pieces[1] != 0 && idle(out.pieces) > 0.125 && idle(row.pieces[1]) < idle(out.pieces)) out.pieces = row.pieces[1];
-    const int64_t wanted = (accesses + out.pieces - 1) / out.pieces;
+    const int64_t wanted = (row_pieces + out.pieces - 1) / out.pieces;
     while (wanted > static_cast<int64_t>(out.cluster) * row.max_threads) out.cluster *= 2;
-    out.threads = static_cast<int32_t>(out.cluster == 1 ? group_of(wanted) : round_up((wanted + out.cluster - 1) / out.cluster, 32));
-    if (out.cluster == 1 || major >= 9) out.kind = Plan::kRegisters;
-    break;
+    if (out.cluster > 1) out.threads = static_cast<int32_t>(round_up((wanted + out.cluster - 1) / out.cluster, 32));
+    else out.threads = static_cast<int32_t>(group_of(wanted));
+    // Shifted rows have no clusters, and only half as many threads a block.
+    if (shifted && (out.cluster > 1 || out.threads > kShiftedMaxThreads)) break;
+    if (out.cluster > 1 && !has_clusters) break;
+    return out;
   }
-  return out;
+  return Plan{};
 }
 
 }  // namespace fastln

@@ -192,8 +192,9 @@ __device__ __forceinline__ bool holds_tail(Index col, Index cols, Index& tail) {
 
 // The kN / kAccess accesses at p that hold columns [col, col + kN) of a row of `cols`: whole accesses as far
 // as they go, then the tail element by element, in one branch behind them all, so that none waits for
-// another. Columns past the row are not touched; they read as zero.
-template <int kAccess, typename T, int kN, typename Index>
+// another. Columns past the row are not touched; they read as zero. Without kTail, `cols` is a multiple of
+// kAccess.
+template <int kAccess, bool kTail, typename T, int kN, typename Index>
 __device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, Index col, Index cols) {
   v = Vec<T, kN>{};
 #pragma unroll
@@ -207,7 +208,7 @@ __device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, Index col,
       for (int k = 0; k < part.kRegisters; ++k) v.bits[i / kAccess * part.kRegisters + k] = part.bits[k];
     }
   }
-  if constexpr (kAccess > 1) {
+  if constexpr (kTail && kAccess > 1) {
     Index tail;
     if (holds_tail<kAccess, kN>(col, cols, tail)) {
 #pragma unroll
@@ -217,7 +218,7 @@ __device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, Index col,
   }
 }
 
-template <int kAccess, typename T, int kN, typename Index>
+template <int kAccess, bool kTail, typename T, int kN, typename Index>
 __device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, Index col, Index cols) {
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
@@ -230,7 +231,7 @@ __device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, Index col
     }
     if (col + i + kAccess <= cols) store_vec(p + i, part);
   }
-  if constexpr (kAccess > 1) {
+  if constexpr (kTail && kAccess > 1) {
     Index tail;
     if (holds_tail<kAccess, kN>(col, cols, tail)) {
 #pragma unroll
