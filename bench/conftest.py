@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import platform
 import subprocess
 import sys
@@ -26,6 +28,7 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     """The GPU and the versions in place of what identifies the host."""
     machine_info.clear()
     machine_info.update(report.versions(), processor=platform.machine(), system=platform.system())
+    machine_info["peers"] = peer_versions()
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         machine_info["gpu"] = report.device_facts(device) | {"driver": driver_version()}
@@ -46,6 +49,15 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
             if isinstance(value, float) and key != "ops":
                 stats[key] = round(value, 12)  # picoseconds are plenty
         stats["data"] = [round(value, 12) for value in stats.get("data", [])]
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of what the peers of layer_norm are made with, of those that are installed."""
+    found = {}
+    for name in ("triton", "liger-kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def driver_version() -> str:

@@ -4,9 +4,10 @@
 
 It installs the wheel into a folder of its own, then runs the tests, compute-sanitizer, the report and
 the benchmark against that copy. A step that fails does not stop the others. In the output folder it
-leaves one log for each step, bench.json and summary.json. The exit status is 0 if every step passed.
+leaves one log for each step, summary.json and the results of the benchmark: bench.json of the named ops,
+layer_norm.json of ``fastln.layer_norm``. The exit status is 0 if every step passed.
 
-The Python that runs it must have torch, pytest and pytest-benchmark.
+The Python that runs it must have torch, pytest and pytest-benchmark; with liger-kernel, Liger is measured too.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ class Step:
 
 STEPS = ("tests", "report", "bench", "memcheck", "racecheck")
 
+#: How much of the end of a step's log to show, where that is much: tables.
+LINES = {"report": 90, "bench": 90, "layer_norm": 75}
+
+#: Files of the benchmark. Each runs as a step of its own, named after it, which leaves its results beside its log.
+BENCHES = ("bench/test_forward.py", "bench/test_layer_norm.py")
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,6 +84,7 @@ def parse() -> argparse.Namespace:
     add("--sanitize", default="sanitizer", help="pytest -m for memcheck and racecheck (default: %(default)s)")
     add("--kernels", default="fastln", help="sanitize kernels with this in their mangled name (default: %(default)s)")
     add("--workers", type=int, default=0, help="run the step tests in so many processes (needs pytest-xdist)")
+    add("--bench", default=",".join(BENCHES), help="files the step bench runs (default: %(default)s)")
     add("-k", default="", help="pytest -k for tests and benchmark")
     options = parser.parse_args()
     if not options.wheel.is_file():
@@ -85,6 +93,10 @@ def parse() -> argparse.Namespace:
     unknown = set(options.steps) - set(STEPS)
     if unknown:
         parser.error(f"unknown step: {', '.join(sorted(unknown))}")
+    options.bench = [ROOT / name for name in options.bench.split(",") if name]
+    missing = [str(path) for path in options.bench if not path.exists()]
+    if missing:
+        parser.error(f"no such file of the benchmark: {', '.join(missing)}")
     return options
 
 
@@ -92,7 +104,6 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
     """The steps asked for, after the installation that all need."""
     quote = shlex.quote
     python, root = quote(sys.executable), quote(str(ROOT))
-    bench_json = quote(str(options.out / "bench.json"))
     install = (
         f"{python} -m pip install --quiet --no-deps --no-index --no-cache-dir --target site "
         f"{quote(str(options.wheel.resolve()))} && {python} versions.py"
@@ -114,17 +125,25 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
     steps = [
         Step("tests", f"{tests} -m {quote(options.marks)}{chosen}{workers}", 600),
         Step("report", f"{python} -m fastln", 180),
-        Step(
-            "bench",
-            f"{pytest} {root}/bench --benchmark-json={bench_json} --benchmark-quiet{chosen}; status=$?; "
-            f"{python} {root}/bench/table.py {bench_json} || status=1; exit $status",
-            400,
-        ),
         Step("memcheck", f"{sanitizer} --tool=memcheck {sanitized}", 400, no_caching),
         Step("racecheck", f"{sanitizer} --tool=racecheck {sanitized}", 400, no_caching),
     ]
-    named = {step.name: step for step in steps}
-    return [Step("install", install, 120), *(named[name] for name in options.steps)]
+    named = {step.name: [step] for step in steps}
+    named["bench"] = []
+    for path in options.bench:
+        name = bench_name(path)
+        results = quote(str(options.out / f"{name}.json"))
+        command = (
+            f"{pytest} {quote(str(path))} --benchmark-json={results} --benchmark-quiet{chosen}; status=$?; "
+            f"{python} {root}/bench/table.py {results} || status=1; exit $status"
+        )
+        named["bench"].append(Step(name, command, 500))
+    return [Step("install", install, 120), *(step for name in options.steps for step in named[name])]
+
+
+def bench_name(path: Path) -> str:
+    """Name of the step that runs this part of the benchmark, and of its results: ``bench`` for the named ops."""
+    return "bench" if path.stem == "test_forward" else path.stem.removeprefix("test_")
 
 
 def find_sanitizer() -> str:
@@ -204,7 +223,7 @@ def main() -> int:
                 continue
             print(f"\n>>> {step.name} (at most {seconds:.0f} s)", flush=True)
             results.append(run(step, folder, options.out, seconds))
-            show(results[-1], options.out / f"{step.name}.log", 90 if step.name in ("bench", "report") else 15)
+            show(results[-1], options.out / f"{step.name}.log", LINES.get(step.name, 15))
             if step.name == "install":
                 if not (folder / "site" / "fastln").exists():
                     break  # there is nothing to check

@@ -1,6 +1,9 @@
-"""A picture of the forward benchmark: GB/s against cols, with the copy as the line to reach.
+"""A picture of the benchmark: GB/s against columns, with the copy as the line to reach.
 
-python bench/plot.py bench/results/h200.json docs/forward.svg
+python bench/plot.py bench/results/h200.json docs/forward.svg                 the named ops
+python bench/plot.py bench/results/layer_norm.json docs/layer_norm.svg        fastln.layer_norm
+
+The results say which of the two it is; --suite chooses where they hold both.
 """
 
 from __future__ import annotations
@@ -8,19 +11,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import figures
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import table
+import named_table
 
 ROWS = 4096
 
-#: Greys for what is compared with; the ops take the colours below in the order of the list of kernels.
+#: Greys and dashes for what is compared with; the ops take the colours below in the order of the list of kernels.
 REFERENCES = {
     "copy": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "copy (floor)"},
     "F.layer_norm": {"color": "0.35", "marker": "s", "label": "F.layer_norm"},
     "naive": {"color": "0.65", "marker": "v", "label": "naive"},
+    "torch.compile": {"color": "0.5", "marker": "^", "label": "torch.compile"},
+    "Liger": {"color": "0.65", "marker": "v", "label": "Liger"},
 }
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinct without colour vision
 MARKERS = "oD^XPh"
@@ -36,46 +42,83 @@ STYLE = {
 }
 
 
-def draw(machine: dict, rows: list[dict], target: Path) -> None:
+def named(rows: list[dict]) -> tuple[str, list[dict]]:
+    """Title and rows of the picture of the named ops."""
+    return f"Layer norm of {ROWS} rows", [r for r in rows if r["rows"] == ROWS and r["kind"] != "scalar"]
+
+
+def layer_norm(rows: list[dict]) -> tuple[str, list[dict]]:
+    """Title and rows of the picture of layer_norm: the sweep, whose inputs are all about as large."""
+    return "fastln.layer_norm, inputs of 64 to 128 MiB", [r for r in rows if "sweep" in r["groups"]]
+
+
+SUITES = {"named": named, "layer_norm": layer_norm}
+
+
+def draw(machine: dict, rows: list[dict], suite: str, target: Path) -> None:
+    title, rows = SUITES[suite]([row for row in rows if row["suite"] == suite])
+    if not rows:
+        raise SystemExit(f"the results hold nothing to draw for {suite}")
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     plt.rcParams.update(STYLE)
     figure, axes = plt.subplots(1, len(dtypes), figsize=(4.6 * len(dtypes), 4.2), sharey=True, squeeze=False)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
-        panel(axis, [r for r in rows if r["dtype"] == dtype and r["rows"] == ROWS and r["kind"] != "scalar"], dtype)
+        panel(axis, [r for r in rows if r["dtype"] == dtype], dtype)
     axes[0][0].set_ylabel("GB/s, cold")
+    axes[0][0].set_ylim(0, 1.05 * max(row["gb_per_second"] for row in rows))  # of all panels
     gpu, torch = machine["gpu"]["name"], machine["torch"]
-    figure.suptitle(f"Layer norm of {ROWS} rows on {gpu} (torch {torch}, fastln {machine['fastln']})", fontsize=10)
+    figure.suptitle(f"{title} on {gpu} (torch {torch}, fastln {machine['fastln']})", fontsize=10)
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=160, metadata={"Date": None} if target.suffix == ".svg" else None)
 
 
 def panel(axis, rows: list[dict], dtype: str) -> None:
-    """One line for each name: its bytes over its time, against cols."""
+    """One line for each name that was measured nearly everywhere: its bytes over its time, against cols."""
     ops = 0
+    all_cols = sorted({row["cols"] for row in rows})
     for name in dict.fromkeys(row["name"] for row in rows):
         line = sorted((row["cols"], row["gb_per_second"]) for row in rows if row["name"] == name)
+        if len(line) < 0.8 * len(all_cols):
+            continue
         style = REFERENCES.get(name)
         if style is None:
-            style = {"color": COLOURS[ops % 6], "marker": MARKERS[ops % 6], "label": table.short(name), "zorder": 3}
+            style = {
+                "color": COLOURS[ops % 6],
+                "marker": MARKERS[ops % 6],
+                "label": named_table.short(name),
+                "zorder": 3,
+            }
             ops += 1
         axis.plot(*zip(*line, strict=True), markersize=4, linewidth=1.4, **style)
-    cols = sorted({row["cols"] for row in rows})
     axis.set_xscale("log", base=2)
-    axis.set_xticks(cols, [str(c) for c in cols])
+    ticks = ticks_for(all_cols)
+    axis.set_xticks(ticks, [cols_text(cols) for cols in ticks])
     axis.minorticks_off()
-    axis.set_ylim(bottom=0)
     axis.set_xlabel("columns")
     axis.set_title(dtype, fontsize=9)
     axis.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+def ticks_for(cols: list[int]) -> list[int]:
+    """All of a few; else every other power of two among them."""
+    return cols if len(cols) <= 8 else [c for c in cols if c & (c - 1) == 0][::2]
+
+
+def cols_text(cols: int) -> str:
+    return str(cols) if cols < 10000 else f"{cols // 1024}k"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="JSON that `pytest bench --benchmark-json=FILE` wrote")
     parser.add_argument("picture", type=Path, help="file to write, .svg or .png")
+    parser.add_argument("--suite", choices=SUITES, help="default: what the results begin with")
     options = parser.parse_args()
-    draw(*table.load(options.results), options.picture)
+    machine, rows = figures.load(options.results)
+    if not rows:
+        parser.error(f"{options.results} holds no measurements")
+    draw(machine, rows, options.suite or rows[0]["suite"], options.picture)
 
 
 if __name__ == "__main__":

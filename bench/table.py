@@ -1,142 +1,55 @@
-"""Markdown tables from the JSON of the forward benchmark.
+"""Markdown tables from the JSON of the benchmark, of the named ops and of ``fastln.layer_norm``.
 
-python bench/table.py bench/results/h200.json                      print them
-python bench/table.py bench/results/h200.json --into README.md     put them between the two markers
+python bench/table.py build/bench.json                                     print them
+python bench/table.py bench/results/layer_norm.json --into README.md       put them into a file
+
+A section NAME goes between the lines ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. The named ops make
+the section ``bench``; layer_norm makes ``layer_norm`` (summary and every cell), ``layer_norm_short`` (the
+float16 cells that have a target) and ``layer_norm_summary`` (the summary alone).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
 import sys
 from pathlib import Path
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+import figures
+import named_table
+import norm_table
 
 
-def load(path: Path) -> tuple[dict, list[dict]]:
-    """What the JSON says of machine and versions, and its rows, each with ``seconds`` and all extra_info."""
-    document = json.loads(path.read_text())
-    rows = [row["extra_info"] | {"seconds": row["stats"]["median"]} for row in document["benchmarks"]]
-    return document["machine_info"] | {"date": document["datetime"][:10]}, rows
-
-
-def by_shape(rows: list[dict], **facts) -> dict[tuple[int, int], dict[str, dict]]:
-    """The rows with these facts as {(rows, cols): {name: row}}, in the order of the file."""
-    found: dict[tuple[int, int], dict[str, dict]] = {}
-    for row in rows:
-        if all(row[key] == value for key, value in facts.items()):
-            found.setdefault((row["rows"], row["cols"]), {})[row["name"]] = row
+def sections(path: Path) -> dict[str, str]:
+    """The text of each section that the results have figures for."""
+    machine, rows = figures.load(path)
+    named, norm = ([row for row in rows if row["suite"] == suite] for suite in ("named", "layer_norm"))
+    found = {}
+    if named:
+        found["bench"] = f"{figures.caption(machine)}\n\n{named_table.document(named)}"
+    if norm:
+        found["layer_norm"] = norm_table.document(machine, norm)
+        found["layer_norm_short"] = norm_table.short_document(machine, norm)
+        found["layer_norm_summary"] = norm_table.summary_document(machine, norm)
     return found
 
 
-def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
-    table = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in table)
-
-
-def short(name: str) -> str:
-    return name.removeprefix("layer_norm_").removesuffix(".scalar")
-
-
-def code(name: str) -> str:
-    return f"`{short(name)}`" if name not in ("copy", "naive") else name
-
-
-def shape_text(shape: tuple[int, int]) -> str:
-    return f"{shape[0]}x{shape[1]}"
-
-
-def us(seconds: float) -> str:
-    return f"{seconds * 1e6:.2f}" if seconds < 100e-6 else f"{seconds * 1e6:.1f}"
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
-def caption(machine: dict) -> str:
-    gpu = machine["gpu"]
-    return (
-        f"{gpu['name']} ({gpu['multiprocessors']} SMs, {gpu['l2_bytes'] / 2**20:.0f} MB L2, driver {gpu['driver']}), "
-        f"torch {machine['torch']}, fastln {machine['fastln']} built with nvcc {machine['build']['nvcc']}, "
-        f"{machine['date']}. Device microseconds a call, cold: median of 11 replays of a CUDA graph that rotates "
-        "over inputs of four times the L2 cache. `copy` reads x and writes it once, which is the floor."
-    )
-
-
-def device_table(rows: list[dict], dtype: str) -> str:
-    """Microseconds of every op at every shape; the fastest op is bold, its GB/s and speed-up stand last."""
-    shapes = by_shape(rows, dtype=dtype)
-    rowwise = {s: {n: r for n, r in names.items() if r["kind"] != "scalar"} for s, names in shapes.items()}
-    names = list(dict.fromkeys(name for found in rowwise.values() for name in found))
-    lines, gains = [], []
-    for shape, found in rowwise.items():
-        best = min((r for r in found.values() if r["kind"] == "op"), key=lambda r: r["seconds"], default=None)
-        cells = [us(found[n]["seconds"]) if n in found else "" for n in names]
-        if best:
-            i = names.index(best["name"])
-            cells[i] = f"**{cells[i]}**"
-            cells += [f"{best['gb_per_second']:.0f}", f"{best['speedup_over_layer_norm']:.2f}x"]
-            gains.append(best["speedup_over_layer_norm"])
-        lines.append([shape_text(shape), *cells])
-    header = [f"{dtype}, rows x cols", *map(code, names), "best op, GB/s", "speed-up over `F.layer_norm`"]
-    note = f"\n\nGeometric mean of the last column: {geometric_mean(gains):.2f}x." if gains else ""
-    return markdown(header, lines) + note
-
-
-def tutorial_table(rows: list[dict]) -> str:
-    """Our scalar overloads beside the tutorial's code at the cells where that was measured."""
-    cells = {}
-    for row in rows:
-        if "tutorial_seconds" in row:
-            key = short(row["name"]), shape_text((row["rows"], row["cols"]))
-            cells[key] = row["tutorial_seconds"], row["seconds"]
-    if not cells:
-        return ""
-    names, shapes = (list(dict.fromkeys(column)) for column in zip(*cells, strict=True))
-    lines = [[f"`{name}`", *(beside(*cells[name, s]) if (name, s) in cells else "" for s in shapes)] for name in names]
-    gains = [theirs / ours for theirs, ours in cells.values()]
-    note = f"\n\nGeometric mean {geometric_mean(gains):.2f}x, least {min(gains):.2f}x."
-    return markdown(["tutorial µs → scalar overload µs", *shapes], lines) + note
-
-
-def beside(theirs: float, ours: float) -> str:
-    return f"{us(theirs)} → {us(ours)} ({theirs / ours:.2f}x)"
-
-
-def host_table(rows: list[dict]) -> str:
-    """Host microseconds of one eager call under no_grad, where they were measured."""
-    measured = [row for row in rows if "host_seconds" in row and row["kind"] != "floor"]
-    lines = []
-    for dtype in dict.fromkeys(row["dtype"] for row in measured):
-        for shape, found in by_shape(measured, dtype=dtype).items():
-            ops = [r["host_seconds"] for r in found.values() if r["kind"] == "op"]
-            torch_s = found["F.layer_norm"]["host_seconds"]
-            cells = us(torch_s), f"{us(min(ops))} to {us(max(ops))}", f"{torch_s / max(ops):.2f}x"
-            lines.append([f"{dtype} {shape_text(shape)}", *cells])
-    header = ["host time of a call", "`F.layer_norm` µs", "ops µs", "`F.layer_norm` over slowest op"]
-    return markdown(header, lines) if lines else ""
-
-
-def document(path: Path) -> str:
-    machine, rows = load(path)
-    dtypes = dict.fromkeys(row["dtype"] for row in rows)
-    parts = [caption(machine), *(device_table(rows, dtype) for dtype in dtypes), tutorial_table(rows), host_table(rows)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def insert(text: str, target: Path) -> None:
-    """Replace what stands between the markers in ``target``."""
-    old = target.read_text()
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f"{target} lacks the lines {BEGIN} and {END}, in this order")
-    target.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+def insert(found: dict[str, str], target: Path) -> None:
+    """Replace what stands between the markers of each section that ``target`` has."""
+    text = target.read_text()
+    filled = []
+    for name, content in found.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, has_begin, rest = text.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if has_begin and has_end:
+            text = f"{before}{begin}\n{content}\n{end}{after}"
+            filled.append(name)
+        elif begin in text or end in text:
+            sys.exit(f"{target} lacks one of the lines {begin} and {end}, or has them in the wrong order")
+    if not filled:
+        markers = ", ".join(f"<!-- {name}:begin -->" for name in found)
+        sys.exit(f"{target} has none of the lines that these results fill: {markers}")
+    target.write_text(text)
 
 
 def main() -> None:
@@ -144,13 +57,16 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="JSON that `pytest bench --benchmark-json=FILE` wrote")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown file to update, not print")
     options = parser.parse_args()
-    if not options.results.is_file():
-        parser.error(f"no such file: {options.results}")
-    text = document(options.results)
+    for path in filter(None, (options.results, options.into)):
+        if not path.is_file():
+            parser.error(f"no such file: {path}")
+    found = sections(options.results)
+    if not found:
+        parser.error(f"{options.results} holds no measurements")
     if options.into:
-        insert(text, options.into)
+        insert(found, options.into)
     else:
-        print(text)
+        print(*found.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

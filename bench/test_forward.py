@@ -1,6 +1,6 @@
-"""The forward benchmark: every op beside the copy, ``F.layer_norm`` and ``naive``, values checked first.
+"""The benchmark of the named ops: every op beside the copy, ``F.layer_norm`` and ``naive``, values checked first.
 
-    pytest bench --benchmark-json=build/bench.json
+    pytest bench/test_forward.py --benchmark-json=build/bench.json
     python bench/table.py build/bench.json
 
 The statistics in the JSON are device seconds a call (see harness.py), cold; ``extra_info`` holds the rest.
@@ -66,6 +66,7 @@ def test_forward(benchmark, shape, contender):
     medians[contender.name, shape, dtype] = seconds
     nbytes = contenders.bytes_moved(contender, x)
     benchmark.extra_info |= {
+        "suite": "named",
         "name": contender.name,
         "kind": contenders.kind(contender),
         "rows": shape[0],

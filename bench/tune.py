@@ -36,7 +36,11 @@ def variants(cols: int, dtype: torch.dtype) -> list[str]:
         for cluster in clusters:
             threads = group_of(-(-accesses // (pieces * cluster)))
             used = accesses / (pieces * cluster * threads)
-            if threads <= (1024 if pieces == 8 and cluster == 1 else 512) and used > 0.6 and (cluster == 1 or threads >= 64):
+            if (
+                threads <= (1024 if pieces == 8 and cluster == 1 else 512)
+                and used > 0.6
+                and (cluster == 1 or threads >= 64)
+            ):
                 found.append(f"pieces={pieces},threads={threads},cluster={cluster}")
     return found
 
@@ -94,10 +98,7 @@ def main() -> None:
                 best = sorted(result["variants"].items(), key=lambda item: item[1])
                 print(
                     f"{dtype} {shape}: copy {result['copy'] * 1e6:.2f} F {result['layer_norm'] * 1e6:.2f} |",
-                    ", ".join(
-                        f"{name} {s * 1e6:.2f} ({s / result['copy']:.2f})"
-                        for name, s in best[:7]
-                    ),
+                    ", ".join(f"{name} {s * 1e6:.2f} ({s / result['copy']:.2f})" for name, s in best[:7]),
                     flush=True,
                 )
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from fastln._forward_ad import has_tangent
 from fastln._library import KERNELS, Kernel
 from fastln._refuse import dtype_name, refuse
 
@@ -125,7 +126,10 @@ def _out_requires_grad(*tensors):
 
 
 def _differentiable(kernel, overload, *args):
-    needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if has_tangent(*tensors):
+        _fail(kernel, "expected no forward-mode derivative, which this op does not have, got one")
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return _NoBackward.apply(kernel, overload, *args) if needs_grad else _below_autograd(overload, *args)
 
 

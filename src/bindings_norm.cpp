@@ -94,8 +94,9 @@ Plan plan_for(int64_t cols, int element_bytes, bool has_clusters) {
   if (!forced_plan) return own;
   const Plan forced = *forced_plan;
   const bool shifted = cols * element_bytes % 16 != 0;
-  const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster * 16 >= cols * element_bytes;
-  const bool runs = !shifted || (forced.cluster == 1 && forced.threads <= kShiftedMaxThreads);
+  const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster >= cols * element_bytes / 16;
+  const bool runs = !shifted || (forced.cluster == 1 && forced.threads <= kShiftedMaxThreads &&
+                                 forced.threads >= cols * element_bytes % 16 / element_bytes);
   return forced.pieces == 0 || (holds && runs) ? forced : own;
 }
 
@@ -156,7 +157,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
     workspace = empty_contiguous({&values, 1}, stats_type(input), input);
   }
   const char* error = launcher(input.scalar_type(), params.type)(
-      rows, how, facts.l2_bytes, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
+      rows, how, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
   if (error) fail(kOp, "CUDA: ", error);
 }
 

@@ -49,6 +49,14 @@ const DeviceFacts& device_facts(int device) {
   return facts[device];
 }
 
+bool device_is_supported(int device) {
+  static const bool has_driver = [] {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess;
+  }();
+  return !has_driver || device_facts(device).supported;
+}
+
 bool arch_is_supported(int major, int minor) {
   // Entries are <major>.<minor>[+PTX], separated by semicolons or spaces.
   for (const char* at = FASTLN_ARCH_LIST; *at;) {

@@ -16,6 +16,10 @@ struct DeviceFacts {
 // Thread-safe. Throws std::runtime_error when CUDA cannot tell.
 const DeviceFacts& device_facts(int device);
 
+// False only where CUDA says that the device cannot run this build. A machine without a GPU has none to ask
+// of, and may still trace for one.
+bool device_is_supported(int device);
+
 // Whether the binary can run on that compute capability: it holds machine code for the same major
 // version and no later minor one, or PTX no later than it, which the driver compiles.
 bool arch_is_supported(int major, int minor);

@@ -8,6 +8,8 @@
 
 #include <cuda_runtime.h>
 
+#include "dependent_launch.h"
+#include "device.h"
 #include "layer_norm.cuh"
 
 namespace fastln {
@@ -35,17 +37,22 @@ bool rows_are_aligned(const Rows& p) {
          affine_is_aligned<Elem, kAccess>(p.bias);
 }
 
-template <typename Elem, typename Acc, int kItems, int kAccess, bool kGeneral, bool kLong>
-cudaError_t launch_rows(Rows p, cudaStream_t stream) {
+template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
+cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
   const int threads =
       static_cast<int>(std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, kMaxThreads));
+  cudaLaunchAttribute attribute = dependent_launch();
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = has_dependent_launch ? 1 : 0;
   // A grid holds 2^31 - 1 blocks; more rows than that take several launches.
   for (int64_t left = p.rows; left > 0;) {
     const int64_t blocks = std::min<int64_t>(left, INT_MAX);
-    layer_norm_rows<Elem, Acc, kItems, kAccess, kGeneral, kLong>
-        <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
-    const cudaError_t err = cudaGetLastError();
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    const cudaError_t err = cudaLaunchKernelEx(&config, layer_norm_rows<Elem, Acc, kItems, kAccess, kParams, kLong>, p);
     if (err != cudaSuccess) return err;
     p.x = static_cast<const Elem*>(p.x) + blocks * p.x_stride;
     p.y = static_cast<Elem*>(p.y) + blocks * p.cols;
@@ -55,23 +62,27 @@ cudaError_t launch_rows(Rows p, cudaStream_t stream) {
 }
 
 template <typename Elem, typename Acc, int kItems, int kAccess>
-const char* launch_layer_norm(Rows p, void* stream) {
+const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   if (p.rows == 0 || p.cols == 0) return nullptr;
   p.per_col = 1.0f / static_cast<float>(p.cols);
-  const auto s = static_cast<cudaStream_t>(stream);
-  const bool aligned = rows_are_aligned<Elem, kAccess>(p);
-  const auto go = [&](auto general, auto is_long) {
-    constexpr bool kGeneral = decltype(general)::value, kLong = decltype(is_long)::value;
-    return aligned ? launch_rows<Elem, Acc, kItems, kAccess, kGeneral, kLong>(p, s)
-                   : launch_rows<Elem, Acc, kItems, 1, kGeneral, kLong>(p, s);
+  const auto go = [&](auto params, auto is_long) {
+    constexpr Params kParams = decltype(params)::value;
+    constexpr bool kLong = decltype(is_long)::value;
+    const auto launch = rows_are_aligned<Elem, kAccess>(p) ? launch_rows<Elem, Acc, kItems, kAccess, kParams, kLong>
+                                                           : launch_rows<Elem, Acc, kItems, 1, kParams, kLong>;
+    return launch(p, device.major >= 9, static_cast<cudaStream_t>(stream));
   };
-  const bool is_general = p.cols % kAccess != 0 || p.weight.kind == Affine::Kind::kFloat32 ||
-                          p.bias.kind == Affine::Kind::kFloat32;
-  const bool is_long = p.cols > static_cast<int64_t>(kMaxThreads) * kItems;
-  const cudaError_t err = is_long      ? go(std::true_type{}, std::true_type{})
-                          : is_general ? go(std::true_type{}, std::false_type{})
-                                     : go(std::false_type{}, std::false_type{});
-  return err == cudaSuccess ? nullptr : cudaGetErrorString(err);
+  const auto both = [&](Affine::Kind kind) { return p.weight.kind == kind && p.bias.kind == kind; };
+  using Any = std::integral_constant<Params, Params::kAny>;
+  cudaError_t err;
+  if (p.cols > static_cast<int64_t>(kMaxThreads) * kItems) err = go(Any{}, std::true_type{});
+  else if (p.cols % kAccess != 0) err = go(Any{}, std::false_type{});
+  else if (both(Affine::Kind::kScalar)) err = go(std::integral_constant<Params, Params::kScalars>{}, std::false_type{});
+  else if (both(Affine::Kind::kElement)) err = go(std::integral_constant<Params, Params::kVectors>{}, std::false_type{});
+  else err = go(Any{}, std::false_type{});
+  if (err == cudaSuccess) return nullptr;
+  cudaGetLastError();  // reported here; the next call must not see it again
+  return cudaGetErrorString(err);
 }
 
 }  // namespace fastln

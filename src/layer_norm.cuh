@@ -10,36 +10,48 @@
 
 namespace fastln {
 
+// What a variant of the kernel is compiled for. The first two are the common ones; what they leave out would
+// cost them registers and instructions.
+enum class Params {
+  kScalars,  // weight and bias are numbers; rows end with an access
+  kVectors,  // both are vectors of the input's type; rows end with an access
+  kAny,      // numbers or vectors, float32 vectors beside half rows, rows that end within an access
+};
+
 // weight or bias for kItems columns from `col` on. Each branch is the same for the whole grid.
 //
 // What has the input's type is fetched by fetch(), before the reductions, whose barriers hide the latency.
 // A float32 vector would take twice the registers, enough to halve the blocks an SM holds, so it is
 // fetched where it is used.
-//
-// kGeneral: it may be a float32 vector, and the row may end within an access.
-template <typename Elem, typename Acc, int kItems, int kAccess, bool kGeneral>
+template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams>
 struct AffineItems {
   using L = Lanes<Acc, kItems>;
+  static constexpr bool kAny = kParams == Params::kAny;
   Vec<Elem, kItems> fetched;
+
+  // Whether the vector has the input's type.
+  __device__ __forceinline__ static bool is_element(const Affine& affine) {
+    return kParams == Params::kVectors || (kAny && affine.kind == Affine::Kind::kElement);
+  }
 
   template <typename Index>
   __device__ __forceinline__ void fetch(const Affine& affine, Index col, Index cols) {
-    if (affine.kind == Affine::Kind::kElement)
-      load_items<kAccess, kGeneral>(fetched, static_cast<const Elem*>(affine.data) + col, col, cols);
+    if (is_element(affine))
+      load_items<kAccess, kAny>(fetched, static_cast<const Elem*>(affine.data) + col, col, cols);
   }
 
   // Calls f(i, lane) for each lane of the items. Lane by lane, so that few are unpacked at a time.
   template <typename Index, typename F>
   __device__ __forceinline__ void for_each_lane(const Affine& affine, Index col, Index cols, F f) const {
-    if (kGeneral && affine.kind == Affine::Kind::kFloat32) {
+    if (kAny && affine.kind == Affine::Kind::kFloat32) {
       constexpr int kWidest = kMaxAccessBytes / static_cast<int>(sizeof(float));
       Vec<float, kItems> v;
-      load_items<kAccess < kWidest ? kAccess : kWidest, kGeneral>(v, static_cast<const float*>(affine.data) + col, col,
+      load_items<kAccess < kWidest ? kAccess : kWidest, kAny>(v, static_cast<const float*>(affine.data) + col, col,
                                                                cols);
 #pragma unroll
       for (int i = 0; i < L::kCount; ++i) f(i, L::lane_of(v, i));
     } else {
-      const bool is_vector = affine.kind == Affine::Kind::kElement;
+      const bool is_vector = is_element(affine);
       const auto value = L::splat(convert<Acc>(affine.value));
 #pragma unroll
       for (int i = 0; i < L::kCount; ++i) f(i, is_vector ? L::lane_of(fetched, i) : value);
@@ -60,12 +72,9 @@ constexpr int kFillsSm = kLong || (kAccess == 1 && kItems > 1) ? 1 : 2;
 // that size, and what lies past the first step is read again (from L2, mostly) for each of the passes;
 // without it those loops are not compiled, which halves the registers and doubles the blocks an SM holds.
 //
-// kGeneral compiles what few rows need, and all would pay for in registers: float32 weights of half rows, and
-// rows that end within an access.
-//
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
-template <typename Elem, typename Acc, int kItems, int kAccess, bool kGeneral, bool kLong>
+template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
 __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>) layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
   using Index = std::conditional_t<kLong, int64_t, int>;
@@ -81,7 +90,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
   using Held = Vec<Elem, kItems>;  // stays packed between the passes, which halves its registers
   const auto load = [&](Index col) {
     Held v;
-    load_items<kAccess, kGeneral>(v, x + col, col, cols);
+    load_items<kAccess, kParams == Params::kAny>(v, x + col, col, cols);
     return v;
   };
   const auto centre = [&](const Held& held, Index col, Acc mean) {
@@ -104,8 +113,9 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
     }
   };
 
+  wait_for_previous_kernel();
   const Held held = load(first);
-  AffineItems<Elem, Acc, kItems, kAccess, kGeneral> weight, bias;
+  AffineItems<Elem, Acc, kItems, kAccess, kParams> weight, bias;
   weight.fetch(p.weight, first, cols);
   bias.fetch(p.bias, first, cols);
 
@@ -126,7 +136,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
       out.lane[i] = mul(mul(v.lane[i], L::splat(rstd)), scale);
     });
     bias.for_each_lane(p.bias, col, cols, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
-    store_items<kAccess, kGeneral>(y + col, out.template to<Elem>(), col, cols);
+    store_items<kAccess, kParams == Params::kAny>(y + col, out.template to<Elem>(), col, cols);
   };
   store(centre(held, first, mean), first);
   for_each_later_step([&](Index col) {

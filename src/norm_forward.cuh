@@ -91,15 +91,18 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
   }
   // The last block of small groups may hang over the rows; it still takes part in the shuffles.
   const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
+  const int whole = kShifted ? cols / kAccess * kAccess : cols;  // columns in pieces
   const int first = t * kAccess, step = stride * kAccess;  // piece j is at column first + j * step
   const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first);  // this thread's part of [cols]
   const Param* weight = static_cast<const Param*>(p.weight);                         // [cols] or null
   const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
-  const auto inside = [&](int j) { return first + j * step < cols; };
+  const auto inside = [&](int j) { return first + j * step < whole; };
+  // What is left of the row behind its last piece: one element for each of the first threads.
+  const bool has_tail = kShifted && t < cols - whole;
 
-  const auto partial_piece = [&](int j) { return kShifted && first + j * step + kAccess > cols; };
-
+  wait_for_previous_kernel();
   V held[kPieces];
+  Acc tail = 0;
   if constexpr (kShifted) {
     // All granules first, then the shifts, so that no load waits for another.
     const int offset = granule_offset(x);
@@ -110,18 +113,11 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     for (int j = 0; j < kPieces; ++j) {
       held[j] = next[j] = V{};
       if (inside(j)) load_granule(held[j], granule + j * step, end);
-      if (inside(j) && offset != 0 && first + j * step + kAccess - offset < cols)
-        load_granule(next[j], granule + j * step + kAccess, end);
+      if (inside(j) && offset != 0) load_granule(next[j], granule + j * step + kAccess, end);
     }
+    if (has_tail) tail = load_one(x - first + whole + t);
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      held[j] = shift(held[j], next[j], offset);
-      if (inside(j) && partial_piece(j)) {
-#pragma unroll
-        for (int i = 0; i < kAccess; ++i)
-          if (first + j * step + i >= cols) set_item(held[j], i, Elem{});
-      }
-    }
+    for (int j = 0; j < kPieces; ++j) held[j] = shift(held[j], next[j], offset);
   } else {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
@@ -130,20 +126,11 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     }
   }
   P w[kEarly ? kPieces : 1], b[kEarly ? kPieces : 1];
-  const auto load_param = [&](P& out, const Param* from, int j) {
-    if (!partial_piece(j)) {
-      load_vec(out, from + first + j * step);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i)
-        if (first + j * step + i < cols) set_item(out, i, from[first + j * step + i]);
-    }
-  };
   const auto load_params = [&](P& scale, P& shift, int j) {
     scale = splat<Param, kAccess>(1);
     shift = splat<Param, kAccess>(0);
-    if (weight && inside(j)) load_param(scale, weight, j);
-    if (bias && inside(j)) load_param(shift, bias, j);
+    if (weight && inside(j)) load_vec(scale, weight + first + j * step);
+    if (bias && inside(j)) load_vec(shift, bias + first + j * step);
   };
   if constexpr (kEarly) {
 #pragma unroll
@@ -152,7 +139,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
 
   // kAccess independent sums over the pieces, then pairwise. Unpacked anew in each pass: the values of all
   // pieces kept between passes would fill the registers.
-  const auto total = [&](auto term) {
+  const auto total = [&](auto add_piece) {
     Acc sum[kAccess];
 #pragma unroll
     for (int i = 0; i < kAccess; ++i) sum[i] = 0;
@@ -160,8 +147,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     for (int j = 0; j < kPieces; ++j) {
       Acc v[kAccess];
       unpack(v, opaque(held[j]));
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i) sum[i] = term(j, i, v[i], sum[i]);
+      add_piece(j, v, sum);
     }
 #pragma unroll
     for (int width = kAccess / 2; width > 0; width /= 2) {
@@ -171,14 +157,18 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     return sum[0];
   };
   const Acc per_col = static_cast<Acc>(p.per_col);
-  const Acc sum = total([](int, int, Acc v, Acc s) { return s + v; });
-  const Acc mean = group_sum<kCluster, 0>(sum, p.threads, block, block_total[0]) * per_col;
-  // Past the row x is held as 0; centred on 0 it adds nothing.
-  const Acc squares = total([&](int j, int i, Acc v, Acc s) {
-    const bool counts = kShifted ? first + j * step + i < cols : inside(j);
-    const Acc d = v - (counts ? mean : Acc(0));
-    return fma(d, d, s);
+  const Acc sum = total([](int, const Acc (&v)[kAccess], Acc (&s)[kAccess]) {
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) s[i] += v[i];
   });
+  const Acc mean = group_sum<kCluster, 0>(sum + tail, p.threads, block, block_total[0]) * per_col;
+  // Past the row x is held as 0; centred on 0 it adds nothing.
+  Acc squares = total([&](int j, const Acc (&v)[kAccess], Acc (&s)[kAccess]) {
+    const Acc centre = inside(j) ? mean : Acc(0);
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) s[i] = fma(v[i] - centre, v[i] - centre, s[i]);
+  });
+  if (has_tail) squares = fma(tail - mean, tail - mean, squares);
   // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
   const Acc variance = group_sum<kCluster, 1>(squares * per_col, p.threads, block, block_total[1]);
   const Acc rstd = reciprocal_sqrt(variance + static_cast<Acc>(p.eps));
@@ -209,6 +199,11 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     }
   }
   if constexpr (kShifted) {
+    if (has_tail) {
+      const Acc scale = weight ? static_cast<Acc>(load_one(weight + whole + t)) : Acc(1);
+      const Acc shift = bias ? static_cast<Acc>(load_one(bias + whole + t)) : Acc(0);
+      store_one(shared + whole + t, fma((tail - mean) * rstd, scale, shift));
+    }
     if (p.threads > kWarp) __syncthreads();
     else __syncwarp();
     store_shifted(static_cast<Elem*>(p.y) + row * p.cols, shared, cols, t, stride);

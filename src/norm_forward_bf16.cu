@@ -3,11 +3,11 @@
 
 namespace fastln {
 
-const char* norm_forward_bf16_bf16(const NormRows& p, const Plan& plan, int64_t l2_bytes, void* workspace, void* stream) {
-  return run_forward<__nv_bfloat16, __nv_bfloat16>(p, plan, l2_bytes, workspace, stream);
+const char* norm_forward_bf16_bf16(const NormRows& p, const Plan& plan, const DeviceFacts& device, void* workspace, void* stream) {
+  return run_forward<__nv_bfloat16, __nv_bfloat16>(p, plan, device, workspace, stream);
 }
-const char* norm_forward_bf16_f32(const NormRows& p, const Plan& plan, int64_t l2_bytes, void* workspace, void* stream) {
-  return run_forward<__nv_bfloat16, float>(p, plan, l2_bytes, workspace, stream);
+const char* norm_forward_bf16_f32(const NormRows& p, const Plan& plan, const DeviceFacts& device, void* workspace, void* stream) {
+  return run_forward<__nv_bfloat16, float>(p, plan, device, workspace, stream);
 }
 
 }  // namespace fastln

@@ -3,8 +3,8 @@
 
 namespace fastln {
 
-const char* norm_forward_f64_f64(const NormRows& p, const Plan& plan, int64_t l2_bytes, void* workspace, void* stream) {
-  return run_forward<double, double>(p, plan, l2_bytes, workspace, stream);
+const char* norm_forward_f64_f64(const NormRows& p, const Plan& plan, const DeviceFacts& device, void* workspace, void* stream) {
+  return run_forward<double, double>(p, plan, device, workspace, stream);
 }
 
 }  // namespace fastln

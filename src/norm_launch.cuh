@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include "dependent_launch.h"
 #include "norm_forward.cuh"
 #include "norm_launch.h"
 #include "norm_split.cuh"
@@ -15,7 +16,8 @@ namespace fastln {
 // Launches `kernel` over all rows, as many times as the limit of 2^31 - 1 blocks a grid asks for.
 // `shared_bytes` are dynamic shared memory for each row of a block.
 template <typename Elem>
-cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_bytes, cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_bytes, bool has_dependent_launch,
+                        cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   const int64_t rows_a_block = p.threads > kWarp ? 1 : kSmallGroupBlock / p.threads;
   const int64_t most_rows = INT_MAX / p.cluster * rows_a_block;
@@ -23,12 +25,15 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_byt
   config.blockDim = dim3(p.threads > kWarp ? p.threads : kSmallGroupBlock);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes * rows_a_block);
   config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(p.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = p.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
+  if (has_dependent_launch) attributes[config.numAttrs++] = dependent_launch();
+  if (p.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(p.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
   if (config.dynamicSmemBytes > 48 * 1024) {  // what a kernel may have without asking
     const cudaError_t err = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(config.dynamicSmemBytes));
@@ -105,7 +110,7 @@ cudaError_t launch_split(const NormRows& p, void* workspace, cudaStream_t stream
 }
 
 template <typename Elem, typename Param>
-const char* run_forward(NormRows p, const Plan& plan, int64_t l2_bytes, void* workspace, void* stream) {
+const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device, void* workspace, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   p.threads = plan.threads;
   p.cluster = plan.cluster;
@@ -115,14 +120,14 @@ const char* run_forward(NormRows p, const Plan& plan, int64_t l2_bytes, void* wo
   if (plan.pieces == 0) {
     err = launch_split<Elem, Param>(p, workspace, s);
   } else {
-    const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > l2_bytes;
+    const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
     const bool shifted = !rows_are_whole<Elem>(p);
     void (*kernel)(NormRows) = nullptr;
     if (plan.cluster > 1) kernel = shifted ? nullptr : find_forward<Elem, Param, Rows16::kCluster>(plan.pieces, past_l2);
     else if (shifted) kernel = find_forward<Elem, Param, Rows16::kShifted>(plan.pieces, past_l2);
     else kernel = find_forward<Elem, Param, Rows16::kWhole>(plan.pieces, past_l2);
     const int64_t shared_bytes = shifted ? shifted_elements<Elem>(p.cols) * static_cast<int64_t>(sizeof(Elem)) : 0;
-    if (kernel) err = launch_rows<Elem>(kernel, p, shared_bytes, s);
+    if (kernel) err = launch_rows<Elem>(kernel, p, shared_bytes, device.major >= 9, s);
   }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again

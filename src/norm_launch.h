@@ -3,24 +3,25 @@
 
 #include <cstdint>
 
+#include "device.h"
 #include "norm_rows.h"
 #include "tuning.h"
 
 namespace fastln {
 
-// Launches the forward on `stream` (a cudaStream_t of the current device), on a device with that L2.
+// Launches the forward on `stream` (a cudaStream_t of the current device, which the facts are of).
 // `workspace` holds split_workspace_values() values of the accumulate type where plan.pieces is 0, and
 // may be null otherwise. weight and bias begin at multiples of 16 bytes, and with a
 // cluster so do the rows of x. Returns null, or CUDA's words for what went wrong. rows and cols are at least 1.
 //
 // One for each pair of element and parameter type, compiled from a file an element type.
-using ForwardLauncher = const char* (*)(const NormRows&, const Plan&, int64_t l2_bytes, void* workspace, void* stream);
-const char* norm_forward_f16_f16(const NormRows&, const Plan&, int64_t, void*, void*);
-const char* norm_forward_f16_f32(const NormRows&, const Plan&, int64_t, void*, void*);
-const char* norm_forward_bf16_bf16(const NormRows&, const Plan&, int64_t, void*, void*);
-const char* norm_forward_bf16_f32(const NormRows&, const Plan&, int64_t, void*, void*);
-const char* norm_forward_f32_f32(const NormRows&, const Plan&, int64_t, void*, void*);
-const char* norm_forward_f64_f64(const NormRows&, const Plan&, int64_t, void*, void*);
+using ForwardLauncher = const char* (*)(const NormRows&, const Plan&, const DeviceFacts&, void* workspace, void* stream);
+const char* norm_forward_f16_f16(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
+const char* norm_forward_f16_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
+const char* norm_forward_bf16_bf16(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
+const char* norm_forward_bf16_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
+const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
+const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
 constexpr int64_t kChunk = 16384;  // columns of a chunk where a row is split
 inline int64_t split_chunks(int64_t cols) { return (cols + kChunk - 1) / kChunk; }

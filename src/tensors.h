@@ -72,10 +72,10 @@ inline bool on_same_device(const Tensor& a, const Tensor& b) {
 }
 
 inline void check_arch(const char* op, int32_t device) {
+  if (device_is_supported(device)) return;
   const DeviceFacts& facts = device_facts(device);
-  if (!facts.supported)
-    fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ",
-         facts.major, ".", facts.minor);
+  fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ",
+       facts.major, ".", facts.minor);
 }
 
 // A new tensor on the device of `like`, contiguous.

@@ -53,11 +53,12 @@ inline int64_t group_of(int64_t wanted) {
 
 inline Plan plan(int64_t cols, int element_bytes, bool has_clusters) {
   const bool shifted = cols * element_bytes % 16 != 0;
-  const int64_t row_pieces = (cols * element_bytes + 15) / 16;
+  const int64_t row_pieces = cols * element_bytes / 16;
+  const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
     if (row_pieces > row.max_row) continue;
     const auto idle = [&](int pieces) {
-      return 1.0 - static_cast<double>(row_pieces) / (group_of((row_pieces + pieces - 1) / pieces) * pieces);
+      return 1.0 - static_cast<double>(row_pieces) / std::max<int64_t>(group_of((row_pieces + pieces - 1) / pieces) * pieces, 1);
     };
     Plan out;
     out.pieces = row.pieces[0];
@@ -65,7 +66,7 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters) {
     const int64_t wanted = (row_pieces + out.pieces - 1) / out.pieces;
     while (wanted > static_cast<int64_t>(out.cluster) * row.max_threads) out.cluster *= 2;
     if (out.cluster > 1) out.threads = static_cast<int32_t>(round_up((wanted + out.cluster - 1) / out.cluster, 32));
-    else out.threads = static_cast<int32_t>(group_of(wanted));
+    else out.threads = static_cast<int32_t>(group_of(std::max({wanted, tail, int64_t{1}})));
     // Shifted rows have no clusters, and only half as many threads a block.
     if (shifted && (out.cluster > 1 || out.threads > kShiftedMaxThreads)) break;
     if (out.cluster > 1 && !has_clusters) break;

@@ -37,6 +37,7 @@ class Tolerance:
 
 _HALF = 2.0**-11  # unit roundoff of float16
 _SINGLE = 2.0**-24  # unit roundoff of float32
+_DOUBLE = 2.0**-53  # unit roundoff of float64
 
 # Keyed by (element dtype, accumulate dtype).
 TOLERANCES = {
@@ -54,6 +55,11 @@ TOLERANCES = {
     # division, rsqrt, multiplication and the conversion of weight and bias add half a unit each. So 4
     # units; the eight kernels on a CPU reach half of what this allows.
     (torch.float16, torch.float16): Tolerance(ulps=1, scale=4 * _HALF, mean=4 * _HALF),
+    # As float16 that accumulates in float32, for the same reasons.
+    (torch.bfloat16, torch.float32): Tolerance(ulps=2, scale=8 * _SINGLE, mean=8 * _SINGLE),
+    # The reference rounds as much as what is held against it: the sum of 600000 columns passes through at
+    # most 60 additions in either. A missed element is seen ten orders of magnitude earlier.
+    (torch.float64, torch.float64): Tolerance(ulps=0, scale=128 * _DOUBLE, mean=8 * _DOUBLE),
 }
 
 
@@ -143,7 +149,7 @@ def assert_matches_float64(kernel, y, x, weight=None, bias=None, eps=EPS):
 
 def bits(t):
     """The tensor's bits as integers, so that NaNs compare equal and 0.0 differs from -0.0."""
-    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
+    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def same_bits(a, b):

@@ -1,0 +1,75 @@
+"""The cells of the layer_norm benchmark: which rows, columns and dtypes, and why each is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import contenders
+import torch
+
+F16, BF16, F32 = DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One input. ``groups`` says what it is there for; norm_table.py has a table for each group."""
+
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    groups: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def id(self) -> str:
+        return f"{self.rows}x{self.cols}-{self.dtype_name}"
+
+
+#: The shapes that have a target in float16, and those that have one in the two other dtypes too.
+SHAPES = (*contenders.SHAPES, (32768, 768), (16384, 5120), (2048, 16384), (512, 65536))
+TARGETS_IN_ALL_DTYPES = {(4096, 4096), (32768, 768), (4096, 512), (4096, 1024), (32768, 256)}
+
+#: Columns of the sweep: powers of two, hidden sizes of models, and lengths that fit no vector or tile.
+SWEEP_COLS = sorted(
+    {100, 257, 384, 640, 760, 1152, 1280, 1600, 2560, 3072, 5120, 6144, 7168, 12288, 20480, 131072, 262144}
+    | {2**i for i in range(7, 17)}
+)
+#: Inputs of the sweep hold at most this: as many rows, a power of two, as fit. With the output that is past L2.
+SWEEP_BYTES = 128 << 20
+
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+#: An odd row length beside its even neighbour, which the target cells hold.
+ODD_SHAPES = ((32768, 257), (32768, 769), (4096, 1025), (4096, 4097), (4096, 8193))
+
+
+def target_groups(shape: tuple[int, int], dtype: torch.dtype) -> tuple[str, ...]:
+    return ("target",) if dtype == F16 or shape in TARGETS_IN_ALL_DTYPES else ("dtypes",)
+
+
+def sweep_shape(cols: int, dtype: torch.dtype) -> tuple[int, int]:
+    fitting = SWEEP_BYTES // (cols * dtype.itemsize)
+    return 1 << (fitting.bit_length() - 1), cols
+
+
+def make_cells() -> list[Cell]:
+    """Every cell once, with all its groups; those with a target first."""
+    wanted = [(shape, dtype, target_groups(shape, dtype)) for dtype in DTYPES for shape in SHAPES]
+    wanted.sort(key=lambda cell: cell[2] != ("target",))
+    wanted += [(sweep_shape(cols, dtype), dtype, ("sweep",)) for dtype in DTYPES for cols in SWEEP_COLS]
+    wanted += [((rows, 4096), F16, ("few rows",)) for rows in FEW_ROWS]
+    wanted += [(shape, F16, ("odd",)) for shape in ODD_SHAPES]
+    groups: dict[tuple, tuple[str, ...]] = {}
+    for shape, dtype, names in wanted:
+        groups[shape, dtype] = groups.get((shape, dtype), ()) + names
+    return [Cell(*shape, dtype, names) for (shape, dtype), names in groups.items()]
+
+
+CELLS = make_cells()

@@ -1,0 +1,171 @@
+"""Bad arguments of fastln.layer_norm raise, with one text in every mode, and change nothing."""
+
+import pytest
+import torch
+from norm_support import CALLS, FWD, Norm, norm_inputs
+from reference import same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ROWS, SHAPE = 3, [4, 8]
+FLOATING = "float16, bfloat16, float32 or float64"
+EVERY_CALL = {**CALLS, "fwd": FWD}
+
+
+def good(device="cpu", dtype=torch.float32):
+    return norm_inputs(dtype, device, (ROWS, *SHAPE), dims=2)
+
+
+def ones(like, shape=None, dtype=None):
+    return torch.ones(like.shape if shape is None else shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def wrong_shapes(name):
+    for shape in ((), (8,), (4, 7), (5, 8), (8, 4), (32,), (1, 8), (4, 1), (1, 4, 8), (0, 8)):
+        yield (
+            f"{name}_of_shape_{list(shape)}",
+            (
+                lambda s, shape=shape: s._replace(**{name: ones(getattr(s, name), shape)}),
+                f"expected {name} of shape [4, 8], got {list(shape)}",
+            ),
+        )
+
+
+def wrong_dtypes(name):
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64):
+        yield (
+            f"{name}_of_{dtype}",
+            (
+                lambda s, dtype=dtype: s._replace(**{name: ones(getattr(s, name), dtype=dtype)}),
+                f"expected {name} of dtype {FLOATING}, got " + str(dtype).removeprefix("torch."),
+            ),
+        )
+
+
+def wrong_normalized_shapes():
+    for shape in ([8, 4], [4, 9], [7], [3, 4], [32], [1, 4, 8], [2, 3, 4, 8], [0], [-1], [4, -1]):
+        text = f"expected input whose last dimensions are normalized_shape {shape}, got shape [3, 4, 8]"
+        yield f"normalized_shape_{shape}", (lambda s, shape=shape: s._replace(normalized_shape=shape), text)
+    yield (
+        "normalized_shape_of_no_dimension",
+        (lambda s: s._replace(normalized_shape=[]), "expected normalized_shape of at least 1 dimension, got []"),
+    )
+
+
+def wrong_inputs():
+    for shape in ((), (8,), (3, 8, 4), (3, 4), (4, 8, 3)):
+        text = f"expected input whose last dimensions are normalized_shape [4, 8], got shape {list(shape)}"
+        yield f"input_of_shape_{list(shape)}", (lambda s, shape=shape: s.of(ones(s.input, shape)), text)
+
+
+# name: (function that spoils a good Norm, the message without the op's name)
+MISTAKES = {
+    **dict(wrong_dtypes("input")),
+    **dict(wrong_inputs()),
+    **dict(wrong_normalized_shapes()),
+    **dict(wrong_shapes("weight")),
+    **dict(wrong_shapes("bias")),
+    **dict(wrong_dtypes("weight")),
+    **dict(wrong_dtypes("bias")),
+}
+
+# One of each kind, for what does not vary within it.
+KINDS = (
+    *("input_of_torch.int64", "input_of_shape_[3, 4]", "normalized_shape_[7]", "normalized_shape_of_no_dimension"),
+    *("weight_of_shape_[4, 7]", "weight_of_torch.bool", "bias_of_shape_[]", "bias_of_torch.int32"),
+)
+
+
+def refusal(call, sample):
+    with pytest.raises(RuntimeError) as caught:
+        call(*sample)
+    return str(caught.value)
+
+
+def with_tensors(sample, change):
+    """The sample with `change` applied to each tensor."""
+    return Norm(*(change(value) if isinstance(value, torch.Tensor) else value for value in sample))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_with_one_text_in_eager_fake_and_meta(mistake, device):
+    spoil, text = MISTAKES[mistake]
+    sample = spoil(good(device))
+    with FakeTensorMode() as mode:
+        fake = with_tensors(sample, mode.from_tensor)
+    for call in EVERY_CALL.values():
+        assert refusal(call, sample) == f"fastln::layer_norm: {text}"
+        assert refusal(call, fake) == f"fastln::layer_norm: {text}"
+        with mode:
+            assert refusal(call, fake) == f"fastln::layer_norm: {text}"
+        assert refusal(call, with_tensors(sample, lambda t: t.to("meta"))) == f"fastln::layer_norm: {text}"
+
+
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
+@pytest.mark.parametrize("mistake", KINDS)
+def test_compiled_code_refuses_a_mistake_with_the_same_text(call, mistake, fresh_compiler):
+    spoil, text = MISTAKES[mistake]
+    sample = spoil(good())
+    compiled = torch.compile(lambda *arguments: call(*arguments), fullgraph=True, backend="aot_eager")
+    assert f"fastln::layer_norm: {text}" in refusal(compiled, sample)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_message_is_one_clean_line_in_every_grad_mode_and_nothing_is_printed(mode, requires_grad, device, capfd):
+    for mistake in KINDS:
+        spoil, text = MISTAKES[mistake]
+        sample = spoil(good(device))
+        for t in (sample.input, sample.weight, sample.bias):
+            t.requires_grad_(requires_grad and t.is_floating_point())
+        for call in CALLS.values():
+            with mode():
+                assert refusal(call, sample) == f"fastln::layer_norm: {text}"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
+def test_a_parameter_on_meta_is_refused_beside_an_input_on_a_cpu(call, name):
+    sample = good()
+    message = refusal(call, sample._replace(**{name: getattr(sample, name).to("meta")}))
+    assert message == f"fastln::layer_norm: expected {name} on cpu, got meta"
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(("ours", "theirs"), [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_fakes_refuse_a_parameter_on_another_device(name, ours, theirs):
+    """Fake tensors have a device without a GPU, so that this runs everywhere."""
+    with FakeTensorMode():
+        sample = good(ours)
+        sample = sample._replace(**{name: torch.empty_like(getattr(sample, name), device=theirs)})
+        for call in EVERY_CALL.values():
+            assert refusal(call, sample) == f"fastln::layer_norm: expected {name} on {ours}, got {theirs}"
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(("ours", "theirs"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
+def test_refuses_a_parameter_on_another_device(name, ours, theirs, cuda):
+    sample = good(ours)
+    for call in EVERY_CALL.values():
+        message = refusal(call, sample._replace(**{name: getattr(sample, name).to(theirs)}))
+        assert message == f"fastln::layer_norm: expected {name} on {ours}, got {theirs}"
+
+
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
+def test_refuses_a_weight_on_another_gpu(call, second_cuda):
+    sample = good("cuda:0")
+    message = refusal(call, sample._replace(weight=sample.weight.to(second_cuda)))
+    assert message == "fastln::layer_norm: expected weight on cuda:0, got cuda:1"
+
+
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
+def test_a_refusal_leaves_the_next_call_right(call, device):
+    def outputs(*sample):
+        result = call(*sample)
+        return result if isinstance(result, tuple) else (result,)
+
+    sample = good(device)
+    expected = outputs(*sample)
+    for spoil, _ in MISTAKES.values():
+        refusal(call, spoil(sample))
+    assert all(same_bits(a, b) for a, b in zip(outputs(*sample), expected, strict=True))

@@ -1,0 +1,160 @@
+"""fastln.layer_norm of any layout and alignment: the bits of the contiguous copy, in a tensor of its own, as the
+fakes announce it."""
+
+import pytest
+import torch
+from norm_support import FWD, OP, assert_norm_matches_float64, each, item_size, norm_inputs, whole_cols
+from reference import in_padding, same_bits, shares_storage
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastln
+
+# name: (dimensions of a row, view of what draw(*shape) gives, with rows of k elements)
+LAYOUTS = {
+    "contiguous": (1, lambda draw, k: draw(4, 6, k)),
+    "a_row": (1, lambda draw, k: draw(k)),
+    "transposed": (1, lambda draw, k: draw(k, 5).t()),
+    "batch_transposed": (1, lambda draw, k: draw(3, 4, k).transpose(0, 1)),
+    "permuted": (1, lambda draw, k: draw(2, k, 3, 5).permute(0, 2, 3, 1)),
+    "channels_last": (1, lambda draw, k: draw(2, 3, 4, k).to(memory_format=torch.channels_last)),
+    "channels_last_over_channels_too": (3, lambda draw, k: draw(2, 3, 4, k).to(memory_format=torch.channels_last)),
+    "rows_transposed_within": (2, lambda draw, k: draw(5, k, 3).transpose(1, 2)),
+    "rows_with_gaps_within": (2, lambda draw, k: draw(5, 3, k + 2)[:, :, :k]),
+    "rows_of_two_dimensions_apart": (2, lambda draw, k: draw(5, 4, k)[:, :3]),
+    "expanded_rows": (1, lambda draw, k: draw(1, k).expand(5, k)),
+    "expanded_batch": (1, lambda draw, k: draw(3, k).expand(4, 3, k)),
+    "expanded_columns": (1, lambda draw, k: draw(5, 1).expand(5, k)),
+    "expanded_number": (1, lambda draw, k: draw(1).expand(3, k)),
+    "column_strided": (1, lambda draw, k: draw(5, 2 * k)[:, ::2]),
+    "row_strided": (1, lambda draw, k: draw(5, k + 8)[:, :k]),
+    "row_strided_oddly": (1, lambda draw, k: draw(5, k + 3)[:, :k]),
+    "every_other_row": (1, lambda draw, k: draw(10, k)[::2]),
+    "one_head_of_several": (1, lambda draw, k: draw(6, 3, 2, k)[:, 1]),
+    "one_part_of_a_row": (1, lambda draw, k: draw(6, 3 * k).split(k, dim=-1)[1]),
+    "overlapping_windows": (1, lambda draw, k: draw(k + 12).unfold(0, k, 3)),
+    "shifted": (1, lambda draw, k: draw(5, k + 1)[:, 1:]),
+    "size_one_dimensions": (1, lambda draw, k: draw(1, 5, 1, k).as_strided((1, 5, 1, k), (7, k, 3, 1))),
+    "one_row_of_a_far_stride": (1, lambda draw, k: draw(1, k).as_strided((1, k), (3, 1))),
+    "no_rows": (1, lambda draw, k: draw(0, k)),
+    "no_rows_transposed": (1, lambda draw, k: draw(k, 0).t()),
+    "no_columns": (1, lambda draw, k: draw(3, 0)),
+    "no_batch": (1, lambda draw, k: draw(2, 0, k)),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layouts(request, dtype, device):
+    """Samples of one layout, with rows of which 16-byte accesses leave nothing, and something."""
+    dims, view = LAYOUTS[request.param]
+
+    def sample(k):
+        draw = torch.Generator().manual_seed(0)
+        x = view(lambda *shape: (torch.randn(shape, generator=draw) + 0.5).to(dtype).to(device), k)
+        return norm_inputs(dtype, device, x.shape, dims=dims).of(x)
+
+    return [sample(k) for k in (40, 33, 1)]
+
+
+def dense(x):
+    """A copy of x that begins at an aligned address."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def describe(t):
+    return t.shape, t.stride(), t.dtype, t.storage_offset()
+
+
+@each()
+def test_every_layout_gives_the_bits_of_its_contiguous_copy(dtype, layouts):
+    for sample in layouts:
+        y = fastln.layer_norm(*sample)
+        assert_norm_matches_float64(y, sample)
+        copied = sample.of(dense(sample.input))
+        assert same_bits(y, fastln.layer_norm(*copied))
+        assert all(same_bits(a, b) for a, b in zip(FWD(*sample), FWD(*copied), strict=True))
+
+
+# Neither what a fake announces nor where an output lies depends on the width, so one of them will do.
+@each(torch.float16, torch.float64)
+def test_fake_and_meta_results_are_the_real_ones_but_for_values(dtype, layouts):
+    x, shape, weight, bias, eps = sample = layouts[1]
+    on_meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    meta = sample._replace(input=on_meta, weight=weight.to("meta"), bias=bias.to("meta"))
+    with FakeTensorMode() as mode:
+        fake = sample._replace(
+            **{name: mode.from_tensor(getattr(sample, name)) for name in ("input", "weight", "bias")}
+        )
+    for call in (lambda *a: [fastln.layer_norm(*a)], lambda *a: [OP(*a)], FWD):
+        for r, f, m in zip(call(*sample), call(*fake), call(*meta), strict=True):
+            assert describe(r) == describe(f) == describe(m)
+            assert r.storage_offset() == 0
+            assert r.device == f.device == x.device
+            assert m.device.type == "meta"
+
+
+@each(torch.float16, torch.float32)
+def test_output_shares_storage_with_no_argument(dtype, layouts):
+    x, shape, weight, bias, _ = sample = layouts[1]
+    for y in (fastln.layer_norm(*sample), fastln.layer_norm(x, shape), OP(x, shape), FWD(*sample)[0]):
+        assert not any(shares_storage(y, t) for t in (x, weight, bias))
+
+
+def test_a_fake_gpu_tensor_needs_no_gpu():
+    """Programs for a GPU are traced and exported on machines without one."""
+    with FakeTensorMode():
+        sample = norm_inputs(torch.float16, "cuda:0", (3, 33))
+        for y in (fastln.layer_norm(*sample), OP(sample.input, [33]), *FWD(*sample)):
+            assert y.device == torch.device("cuda:0")
+            assert y.is_contiguous()
+
+
+def misaligned(values, offset, gap=0):
+    return in_padding(values, offset, row_stride=values.shape[1] + gap)[0]
+
+
+# Each on its own so that a failure names the offset.
+@each()
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_a_misaligned_base_changes_no_bit(dtype, offset, device):
+    for cols in (1, 7, 8, 33, 320, 768, 1025, whole_cols(dtype, 300), whole_cols(dtype, 1024)):
+        sample = norm_inputs(dtype, device, (5, cols))
+        expected = fastln.layer_norm(*sample)
+        x = misaligned(sample.input, offset)
+        weight, bias = misaligned(sample.weight[None], offset)[0], misaligned(sample.bias[None], 8 - offset)[0]
+        for other in (sample.of(x), sample._replace(weight=weight, bias=bias), sample.of(x)._replace(weight=weight)):
+            assert same_bits(fastln.layer_norm(*other), expected)
+
+
+@each()
+@pytest.mark.parametrize("gap", [1, 2, 3, 4, 7, 8])
+def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
+    for cols in (1, 7, 33, 320, 768, 1025, whole_cols(dtype, 300)):
+        sample = norm_inputs(dtype, device, (37, cols))
+        expected = fastln.layer_norm(*sample)
+        for offset in (0, 1, 16 // item_size(dtype)):
+            assert same_bits(fastln.layer_norm(*sample.of(misaligned(sample.input, offset, gap))), expected)
+
+
+@each()
+def test_wide_rows_of_any_alignment_and_stride_give_the_same_bits(dtype, cuda):
+    """Widths of each plan that a shifted row cannot have: past 512 threads, a cluster, and the row in chunks."""
+    for pieces in (2048, 4096, 8192, 8704, 16384, 32768, 33000):
+        sample = norm_inputs(dtype, cuda, (3, whole_cols(dtype, pieces)))
+        expected = fastln.layer_norm(*sample)
+        assert_norm_matches_float64(expected, sample)
+        for offset, gap in ((1, 0), (0, 1), (0, 16), (3, 5), (16, 0)):
+            x = misaligned(sample.input, offset, gap)
+            assert same_bits(fastln.layer_norm(*sample.of(x)), expected)
+            assert all(same_bits(a, b) for a, b in zip(FWD(*sample.of(x)), FWD(*sample), strict=True))
+
+
+@each()
+def test_parameters_of_any_stride_give_the_same_bits(dtype, device):
+    sample = norm_inputs(dtype, device, (5, 33))
+    expected = fastln.layer_norm(*sample)
+    both = torch.stack([sample.weight, sample.bias], dim=1)
+    assert same_bits(fastln.layer_norm(*sample._replace(weight=both[:, 0], bias=both[:, 1])), expected)
+    numbers = torch.tensor([0.75, -0.5], dtype=dtype, device=device)
+    expanded = sample._replace(weight=numbers[0].expand(33), bias=numbers[1].expand(33))
+    filled = sample._replace(weight=expanded.weight.clone(), bias=expanded.bias.clone())
+    assert same_bits(fastln.layer_norm(*expanded), fastln.layer_norm(*filled))

@@ -1,0 +1,225 @@
+"""fastln.plan and forced plans: what is chosen holds the row, depends on nothing but the width and the item size,
+and every variant that can be chosen is reached and right."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from norm_support import assert_norm_matches_float64, each, forced, item_size, norm_inputs, whole_cols
+from reference import same_bits
+
+import fastln
+from fastln._norm import force_plan
+
+ITEM_SIZES = (torch.float16, torch.float32, torch.float64)
+PIECES = (2, 3, 4, 8)
+THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 480, 512)
+CLUSTERS = (2, 4, 8)
+
+
+def some_cols():
+    """Every narrow width, those around powers of two up to 2^40, and random ones in between."""
+    yield from range(1, 3000)
+    draw = random.Random(0)
+    for power in range(11, 41):
+        yield from (2**power + d for d in (-9, -8, -7, -1, 0, 1, 7, 8, 9) if 2**power + d <= 2**40)
+        yield from (draw.randint(2 ** (power - 1), 2**power) for _ in range(40))
+
+
+def text_of(plan):
+    return "split" if plan.pieces == 0 else f"pieces={plan.pieces},threads={plan.threads},cluster={plan.cluster}"
+
+
+@each()
+@pytest.mark.parametrize("clusters", [True, False])
+def test_a_plan_holds_the_row_in_whole_warps(dtype, clusters):
+    for cols in some_cols():
+        plan = fastln.plan(cols, dtype, clusters)
+        if plan.pieces == 0:
+            assert (plan.threads, plan.cluster) == (0, 1)
+            continue
+        assert plan.pieces in PIECES
+        assert plan.pieces * plan.threads * plan.cluster * 16 >= cols * item_size(dtype)
+        assert plan.threads in (1, 2, 4, 8, 16) or (plan.threads % 32 == 0 and 32 <= plan.threads <= 1024)
+        assert plan.cluster in ((1, *CLUSTERS) if clusters else (1,))
+
+
+@each()
+def test_a_plan_is_one_that_can_be_forced(dtype):
+    plans = {fastln.plan(cols, dtype): cols for cols in some_cols()}
+    assert len(plans) > 50
+    for plan, cols in plans.items():
+        with forced(text_of(plan)):
+            assert fastln.plan(cols, dtype) == plan
+
+
+def test_a_plan_depends_on_width_and_item_size_alone():
+    before = {(cols, dtype): fastln.plan(cols, dtype) for cols in some_cols() for dtype in ITEM_SIZES}
+    for rows in (1, 100):
+        fastln.layer_norm(torch.randn(rows, 768), [768])
+    assert {(cols, dtype): fastln.plan(cols, dtype) for cols, dtype in before} == before
+    for cols in some_cols():
+        assert fastln.plan(cols, torch.float16) == fastln.plan(cols, torch.bfloat16)
+
+
+def test_plan_of_a_row_is_by_default_that_of_float16_on_a_gpu_with_clusters():
+    for cols in (768, 32768, 131072):
+        assert fastln.plan(cols) == fastln.plan(cols, torch.float16, True) == fastln.plan(cols=cols, clusters=True)
+
+
+@each(*ITEM_SIZES)
+def test_a_row_that_16_byte_accesses_do_not_divide_has_no_cluster_and_at_most_512_threads(dtype):
+    for cols in some_cols():
+        if cols * item_size(dtype) % 16:
+            plan = fastln.plan(cols, dtype)
+            assert plan.cluster == 1
+            assert plan.threads <= 512
+
+
+def test_a_plan_is_immutable_and_hashable():
+    plan = fastln.plan(768)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.pieces = 1
+    assert hash(plan) == hash(fastln.plan(768))
+
+
+@pytest.mark.parametrize("cols", [0, -1, -(2**40)])
+def test_plan_refuses_a_width_below_1(cols):
+    with pytest.raises(ValueError, match=rf"^fastln.plan: expected cols of at least 1, got {cols}$"):
+        fastln.plan(cols)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool], ids=str)
+def test_plan_refuses_a_dtype_that_layer_norm_does_not_take(dtype):
+    expected = "expected float16, bfloat16, float32 or float64, got " + str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"^fastln.plan: {expected}$"):
+        fastln.plan(768, dtype)
+
+
+# ------------------------------------------------------------------------------------------ forcing
+
+
+# Every text that names a variant, but for the many numbers of warps.
+VARIANTS = [
+    *(f"pieces={pieces},threads={threads}" for pieces in PIECES for threads in THREADS),
+    "pieces=8,threads=1024",
+    *(f"pieces=8,threads={threads},cluster={cluster}" for cluster in CLUSTERS for threads in (32, 64, 480, 512)),
+    "split",
+]
+
+
+TOO_LONG = 2**20  # keeps its own plan, whichever other one is forced
+
+
+def parsed(text):
+    if text == "split":
+        return fastln.Plan(0, 0, 1)
+    return fastln.Plan(**{"cluster": 1, **{k: int(v) for k, v in (part.split("=") for part in text.split(","))}})
+
+
+def held_cols(dtype, text):
+    """Rows for this variant: all that it holds, and what 16-byte accesses do not divide, where it takes that."""
+    plan = parsed(text)
+    if text == "split":
+        return 1, 7, 8, 33, 1024, 16384, 16385, 70001
+    most = whole_cols(dtype, plan.pieces * plan.threads * plan.cluster)
+    half = whole_cols(dtype, plan.pieces * plan.threads * plan.cluster // 2 + 1)
+    shifted = () if plan.cluster > 1 or plan.threads > 512 else (most - 1, half + 1 if half + 1 < most else 1)
+    return most, half, *shifted
+
+
+@pytest.mark.parametrize("text", VARIANTS)
+def test_every_variant_can_be_forced_on_the_rows_it_holds(text):
+    for dtype in ITEM_SIZES:
+        own = fastln.plan(TOO_LONG, dtype)
+        with forced(text):
+            for cols in held_cols(dtype, text):
+                assert fastln.plan(cols, dtype) == parsed(text)
+            assert fastln.plan(TOO_LONG, dtype) == (parsed(text) if text == "split" else own)
+        assert fastln.plan(TOO_LONG, dtype) == own
+
+
+def test_a_forced_plan_ends_with_the_empty_text():
+    own = fastln.plan(768)
+    force_plan("split")
+    assert fastln.plan(768) != own
+    force_plan("")
+    assert fastln.plan(768) == own
+
+
+INVALID = [
+    *("nonsense", "pieces", "pieces=4", "threads=128", "pieces=4,threads=128,rows=2", "pieces=4;threads=128"),
+    *(
+        "pieces=,threads=128",
+        "pieces=four,threads=128",
+        "pieces=4,threads=128,cluster=",
+        "Split",
+        "pieces=4=4,threads=32",
+    ),
+    *("pieces=1,threads=128", "pieces=5,threads=128", "pieces=0,threads=0", "pieces=-1,threads=128"),
+    *("pieces=4,threads=0", "pieces=4,threads=3", "pieces=4,threads=33", "pieces=4,threads=-32"),
+    *("pieces=4,threads=544", "pieces=4,threads=1024", "pieces=8,threads=1056", "pieces=8,threads=1024,cluster=2"),
+    *("pieces=4,threads=128,cluster=2", "pieces=8,threads=128,cluster=3", "pieces=8,threads=128,cluster=16"),
+    *("pieces=8,threads=16,cluster=2", "pieces=8,threads=128,cluster=0", "pieces=8,threads=128,cluster=-1"),
+]
+
+
+@pytest.mark.parametrize("text", INVALID)
+def test_a_text_that_names_no_variant_is_refused_and_changes_nothing(text):
+    with forced("pieces=8,threads=64"):
+        with pytest.raises(ValueError) as caught:
+            force_plan(text)
+        assert str(caught.value) == f'fastln: expected a plan like "pieces=4,threads=128", got "{text}"'
+        assert fastln.plan(100) == fastln.Plan(8, 64, 1)
+
+
+PRINT_PLAN = "import fastln; print(fastln.plan(768))"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pieces=8,threads=64", "Plan(pieces=8, threads=64, cluster=1)"),
+        ("pieces=9,threads=64", 'fastln: expected a plan like "pieces=4,threads=128", got "pieces=9,threads=64"'),
+    ],
+    ids=["valid", "invalid"],
+)
+def test_environment_variable_forces_a_plan_from_the_start(text, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTLN_PLAN", text)
+    done = subprocess.run([sys.executable, "-c", PRINT_PLAN], cwd=tmp_path, capture_output=True, text=True)
+    assert (expected in done.stdout) == (done.returncode == 0)
+    assert expected in done.stdout + done.stderr
+    assert (done.returncode == 0) == expected.startswith("Plan")
+
+
+# ---------------------------------------------------------------------------------------- on a GPU
+
+
+def skip_without_clusters(text):
+    if "cluster" in text and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs thread block clusters")
+
+
+@pytest.mark.parametrize("text", VARIANTS)
+def test_every_variant_matches_float64(text, cuda):
+    skip_without_clusters(text)
+    with forced(text):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for cols in held_cols(dtype, text):
+                sample = norm_inputs(dtype, cuda, (3 if cols > 512 else 131, cols))
+                for form in (sample, sample.in_dtypes(torch.float32, torch.float32), sample.in_dtypes(None, None)):
+                    assert_norm_matches_float64(fastln.layer_norm(*form), form)
+
+
+@each()
+def test_fetching_the_parameters_early_or_late_changes_no_bit(dtype, cuda):
+    """Past the L2 four pieces a thread fetch them late; that is the same rows in a larger tensor."""
+    with forced("pieces=4,threads=128"):
+        for cols in (whole_cols(dtype, 512), whole_cols(dtype, 512) - 1):
+            sample = norm_inputs(dtype, cuda, (7, cols))
+            copies = torch.cuda.get_device_properties(cuda).L2_cache_size // sample.input.nbytes + 1
+            late = fastln.layer_norm(*sample.of(sample.input.repeat(copies, 1)))
+            assert same_bits(late.view(copies, 7, cols), fastln.layer_norm(*sample).expand(copies, 7, cols))

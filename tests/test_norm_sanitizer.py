@@ -1,0 +1,91 @@
+"""The subset of fastln.layer_norm for compute-sanitizer, which is slow: fewer than 60 calls, each of few rows.
+
+Under PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an allocation of its own, so that an access past its end
+is seen (case 27 of the list of known faults).
+"""
+
+import math
+
+import pytest
+import torch
+from norm_support import FWD, assert_norm_matches_float64, forced, norm_inputs
+from reference import same_bits
+
+import fastln
+
+pytestmark = pytest.mark.sanitizer
+
+
+def to_the_last_byte(values, offset, gap, device):
+    """The rows of `values`, `gap` elements apart, `offset` elements into an allocation that ends with them."""
+    rows, cols = values.shape
+    flat = torch.full((offset + rows * (cols + gap) - gap,), math.nan, dtype=values.dtype, device=device)
+    view = flat.as_strided((rows, cols), (cols + gap, 1), offset)
+    view.copy_(values)
+    return view
+
+
+def check(dtype, cols, device, *, rows=3, offset=0, gap=0, param=None, plan=""):
+    """One call; what is compared is compared on the CPU, out of the sanitizer's sight."""
+    sample = norm_inputs(dtype, "cpu", (rows, cols)).in_dtypes(param or dtype, param or dtype)
+    x = to_the_last_byte(sample.input, offset, gap, device)
+    with forced(plan):
+        y, mean, rstd = FWD(x, [cols], sample.weight.to(device), sample.bias.to(device), 1e-5)
+    assert_norm_matches_float64(y.cpu(), sample)
+    assert mean.isfinite().all()
+    assert (rstd > 0).all()
+
+
+@pytest.mark.parametrize("cols", [320, 321, 322])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_case_27_no_access_past_the_end(dtype, cols, device):
+    check(dtype, cols, device)
+
+
+@pytest.mark.parametrize("cols", [1, 7, 9, 33, 100, 769, 1025, 8193])
+def test_case_27_no_access_past_the_end_of_odd_rows(cols, device):
+    check(torch.bfloat16, cols, device)
+    check(torch.float16, cols, device, offset=1, param=torch.float32)
+
+
+@pytest.mark.parametrize(("offset", "gap"), [(1, 0), (7, 0), (0, 1), (3, 5), (0, 8)])
+def test_case_27_no_access_outside_rows_of_any_place(offset, gap, device):
+    check(torch.float16, 264, device, offset=offset, gap=gap)
+    check(torch.float64, 33, device, offset=offset, gap=gap)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 4, 8])
+@pytest.mark.parametrize("threads", [4, 64])
+def test_case_27_no_access_past_the_end_in_any_variant(pieces, threads, device):
+    whole = pieces * threads * 8
+    plan = f"pieces={pieces},threads={threads}"
+    check(torch.float16, whole, device, rows=18 if threads == 4 else 2, plan=plan)
+    check(torch.float16, whole - 3, device, rows=18 if threads == 4 else 2, offset=5, plan=plan)
+
+
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+def test_case_27_no_access_past_the_end_in_a_cluster(cluster, device):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("needs thread block clusters")
+    check(torch.float16, 8 * 32 * 8 * cluster - 64, device, rows=2, plan=f"pieces=8,threads=32,cluster={cluster}")
+
+
+@pytest.mark.parametrize("cols", [7, 16384, 16401, 40001])
+def test_case_27_no_access_past_the_end_of_a_row_in_chunks(cols, device):
+    check(torch.float16, cols, device, rows=2, offset=1, plan="split")
+
+
+def test_case_27_no_access_past_the_end_of_misaligned_parameters(device):
+    sample = norm_inputs(torch.float16, "cpu", (2, 768))
+    weight, bias = (to_the_last_byte(t[None], 3, 0, device)[0] for t in (sample.weight, sample.bias))
+    y = fastln.layer_norm(*sample._replace(input=sample.input.to(device), weight=weight, bias=bias))
+    assert_norm_matches_float64(y.cpu(), sample)
+
+
+def test_case_27_no_access_outside_a_row_that_needs_an_aligned_copy(device):
+    """65536 columns fill 1024 threads, which rows off alignment cannot have."""
+    sample = norm_inputs(torch.float16, "cpu", (2, 65536))
+    x = to_the_last_byte(sample.input, 1, 0, device)
+    weight, bias = sample.weight.to(device), sample.bias.to(device)
+    aligned = fastln.layer_norm(sample.input.to(device), [65536], weight, bias)
+    assert same_bits(fastln.layer_norm(x, [65536], weight, bias), aligned)
