@@ -22,7 +22,7 @@ class Kernel:
         name: The op is ``torch.ops.fastln.layer_norm_<name>``.
         element: dtype of input and output, ``"float16"`` or ``"float32"``.
         accumulate: dtype of every sum, of mean, variance and rstd.
-        items: Consecutive elements that one GPU thread holds.
+        items: Elements that one GPU thread holds.
         access: Elements that one GPU load or store moves.
     """
 

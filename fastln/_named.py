@@ -62,17 +62,26 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
         return False
     (a0, a1), (b0, b1) = _extent(a), _extent(b)
-    return a0 < b1 and b0 < a1
+    return max(a0, b0) < min(a1, b1)
 
 
-def _check_overlap(kernel: Kernel, out: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    if _overlap(out, input):
-        in_place = out.storage_offset() == input.storage_offset() and input.is_contiguous()
-        if not in_place:
-            _fail(kernel, "expected out to be input itself or not to overlap it, got a partial overlap")
-    for what, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and _overlap(out, tensor):
-            _fail(kernel, f"expected out not to overlap {what}, got an overlap")
+# What may be wrong with `out`, by the number that gate_out() in src/bindings_named.cpp knows it by.
+_OUT_REFUSALS = (
+    "",
+    "expected no argument of the out overload to require grad, got one that does",
+    "expected out to be input itself or not to overlap it, got a partial overlap",
+    "expected out not to overlap weight, got an overlap",
+    "expected out not to overlap bias, got an overlap",
+)
+
+
+def _overlap_refusal(out: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> int:
+    in_place = out.storage_offset() == input.storage_offset() and input.is_contiguous()
+    if _overlap(out, input) and not in_place:
+        return 2
+    if weight is not None and _overlap(out, weight):
+        return 3
+    return 4 if bias is not None and _overlap(out, bias) else 0
 
 
 # ---------------------------------------------------------------------------------------------- fakes
@@ -97,7 +106,8 @@ def _register_fakes(kernel: Kernel, name: str) -> None:
         _check_affine(kernel, "weight", weight, input)
         _check_affine(kernel, "bias", bias, input)
         _check_out(kernel, out, input)
-        _check_overlap(kernel, out, input, weight, bias)
+        if refusal := _overlap_refusal(out, input, weight, bias):
+            _fail(kernel, _OUT_REFUSALS[refusal])
 
 
 # ------------------------------------------------------------------------------------------- autograd
@@ -144,7 +154,7 @@ def _autograd_kernels(kernel: Kernel):
 
     def out(input, weight=None, bias=None, eps=1e-5, *, out):
         if _out_requires_grad(input, weight, bias, out):
-            _fail(kernel, "expected no argument of the out overload to require grad, got one that does")
+            _fail(kernel, _OUT_REFUSALS[1])
         _below_autograd(kernel.op.out, input, weight, bias, eps, out=out)
 
     return {"default": default, "scalar": scalar, "out": out}
@@ -179,10 +189,12 @@ def _register() -> None:
 
     def with_grad_out(index, input, weight, bias, eps, out):
         # The gate raises the error: one raised here would lose its text on the way through C.
-        refused = _out_requires_grad(input, weight, bias, out)
-        if not refused:
+        if _out_requires_grad(input, weight, bias, out):
+            return 1
+        refusal = _overlap_refusal(out, input, weight, bias)
+        if refusal == 0:
             by_index[index]["out"](input, weight, bias, eps, out=out)
-        return refused
+        return refusal
 
     # Where the gate sends a plain tensor in grad mode.
     _registrations.impl("_with_grad", with_grad, "CompositeImplicitAutograd")

@@ -192,8 +192,12 @@ def _fake_fwd(input, normalized_shape, weight, bias, eps):
 
 def _through_aten(input, normalized_shape, weight, bias, eps):
     """aten's layer norm, with its derivatives, for every mixture of dtypes that we take."""
-    dtypes = {t.dtype for t in (input, weight, bias) if t is not None}
-    if len(dtypes) == 1:
+    _check(input, normalized_shape, weight, bias)
+    if weight is None and bias is not None:
+        # Without a weight, aten's second derivative by the bias is zero, which it should not be.
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        return (torch.layer_norm(input.to(wide), normalized_shape, None, None, eps) + bias.to(wide)).to(input.dtype)
+    if len({t.dtype for t in (input, weight, bias) if t is not None}) == 1:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
@@ -220,6 +224,7 @@ def _autograd(input, normalized_shape, weight=None, bias=None, eps=1e-5):
 # Registrations live as long as the Library object that made them.
 _registrations = torch.library.Library("fastln", "IMPL")
 _registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
+_registrations.impl("layer_norm_fwd", torch.library.fallthrough_kernel, "Autograd")  # no derivative of its own
 _registrations.impl("_layer_norm_with_grad", _autograd, "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.

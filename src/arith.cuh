@@ -93,15 +93,16 @@ struct Lanes {
     return v;
   }
 
-  // Clears the items from `valid` on.
-  __device__ __forceinline__ void keep_first(int valid) {
+  // Clears the items for which keeps(item) is false.
+  template <typename F>
+  __device__ __forceinline__ void keep(F keeps) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (kPacked) {
         auto& bits = *reinterpret_cast<uint32_t*>(&lane[i]);
-        bits = 2 * i + 1 < valid ? bits : 2 * i < valid ? bits & 0xffffu : 0;
+        bits &= (keeps(2 * i) ? 0xffffu : 0u) | (keeps(2 * i + 1) ? 0xffff0000u : 0u);
       } else {
-        lane[i] = i < valid ? lane[i] : convert<Acc>(0.0f);
+        lane[i] = keeps(i) ? lane[i] : convert<Acc>(0.0f);
       }
     }
   }

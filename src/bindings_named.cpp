@@ -42,6 +42,11 @@ constexpr size_t kKernelCount = std::size(kKernels);
 
 // -------------------------------------------------------------------------------------------- checks
 
+constexpr const char* kOutRequiresGrad = "expected no argument of the out overload to require grad, got one that does";
+constexpr const char* kOutOverlapsInput = "expected out to be input itself or not to overlap it, got a partial overlap";
+constexpr const char* kOutOverlapsWeight = "expected out not to overlap weight, got an overlap";
+constexpr const char* kOutOverlapsBias = "expected out not to overlap bias, got an overlap";
+
 void check_input(const KernelEntry& k, const Tensor& input) {
   if (input.scalar_type() != k.element)
     fail(k.name, "expected input of dtype ", dtype_name(k.element), ", got ", dtype_name(input.scalar_type()));
@@ -83,16 +88,15 @@ std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
 bool overlap(const Tensor& a, const Tensor& b) {
   const auto [a0, a1] = extent(a);
   const auto [b0, b1] = extent(b);
-  return a0 != 0 && b0 != 0 && a0 < b1 && b0 < a1;
+  return a0 != 0 && b0 != 0 && std::max(a0, b0) < std::min(a1, b1);
 }
 
 void check_overlap(const KernelEntry& k, const Tensor& out, const Tensor& input, const OptionalTensor& weight,
                    const OptionalTensor& bias) {
   const bool in_place = input.const_data_ptr() == out.const_data_ptr() && input.is_contiguous();
-  if (!in_place && overlap(out, input))
-    fail(k.name, "expected out to be input itself or not to overlap it, got a partial overlap");
-  if (weight && overlap(out, *weight)) fail(k.name, "expected out not to overlap weight, got an overlap");
-  if (bias && overlap(out, *bias)) fail(k.name, "expected out not to overlap bias, got an overlap");
+  if (!in_place && overlap(out, input)) fail(k.name, kOutOverlapsInput);
+  if (weight && overlap(out, *weight)) fail(k.name, kOutOverlapsWeight);
+  if (bias && overlap(out, *bias)) fail(k.name, kOutOverlapsBias);
 }
 
 // ----------------------------------------------------------------------------------------- arguments
@@ -206,19 +210,27 @@ void layer_norm_out(Tensor input, OptionalTensor weight, OptionalTensor bias, do
 
 // ------------------------------------------------------------------------------------- autograd gate
 
-// Calls the private twin, or with grad mode on the Python autograd op, which takes the kernel's index
-// first. The checks come before, because an error loses its text on the way back through the C interface.
+// The checks come before, because an error loses its text on the way back through the C interface.
+template <typename... Args>
+StableIValue call_twin(const KernelEntry& k, const char* overload, const Args&... args) {
+  StableIValue stack[] = {torch::stable::detail::from(args)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(k.twin, overload, stack, TORCH_ABI_VERSION));
+  return stack[0];
+}
+
+// The Python autograd op, which takes the kernel's index first.
+template <typename... Args>
+StableIValue call_python(size_t index, const char* overload, const Args&... args) {
+  using torch::stable::detail::from;
+  StableIValue stack[] = {from(static_cast<int64_t>(index)), from(args)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION));
+  return stack[0];
+}
+
 template <typename... Args>
 StableIValue go_on(size_t index, const char* overload, const Args&... args) {
-  using torch::stable::detail::from;
-  if (aoti_torch_grad_mode_is_enabled()) {
-    StableIValue stack[] = {from(static_cast<int64_t>(index)), from(args)...};
-    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION));
-    return stack[0];
-  }
-  StableIValue stack[] = {from(args)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(kKernels[index].twin, overload, stack, TORCH_ABI_VERSION));
-  return stack[0];
+  return aoti_torch_grad_mode_is_enabled() ? call_python(index, overload, args...)
+                                           : call_twin(kKernels[index], overload, args...);
 }
 
 template <size_t kIndex>
@@ -237,10 +249,20 @@ template <size_t kIndex>
 void gate_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps, Tensor out) {
   const KernelEntry& k = kKernels[kIndex];
   check(k, input, weight, bias, out);
-  const StableIValue status = go_on(kIndex, "out", input, weight, bias, eps, out);
-  // Told by value: only here can it be raised with its text.
-  if (aoti_torch_grad_mode_is_enabled() && torch::stable::detail::to<bool>(status))
-    fail(k.name, "expected no argument of the out overload to require grad, got one that does");
+  // A fake has no address to check the overlap by: Python compares the storages.
+  const bool is_fake = out.numel() != 0 && out.const_data_ptr() == nullptr;
+  if (!aoti_torch_grad_mode_is_enabled() && !is_fake) {
+    call_twin(k, "out", input, weight, bias, eps, out);
+    return;
+  }
+  // Told by number: only here can it be raised with its text.
+  switch (torch::stable::detail::to<int64_t>(call_python(kIndex, "out", input, weight, bias, eps, out))) {
+    case 0: return;
+    case 1: fail(k.name, kOutRequiresGrad);
+    case 2: fail(k.name, kOutOverlapsInput);
+    case 3: fail(k.name, kOutOverlapsWeight);
+    default: fail(k.name, kOutOverlapsBias);
+  }
 }
 
 // -------------------------------------------------------------------------------------- registration
@@ -270,7 +292,7 @@ void define(Library& m) {
         m.def((name + signature).c_str());
   m.def("_with_grad(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor");
   m.def("_with_grad.scalar(int kernel, Tensor input, float weight, float bias, float eps) -> Tensor");
-  m.def("_with_grad.out(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps, Tensor(a!) out) -> bool");
+  m.def("_with_grad.out(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps, Tensor(a!) out) -> int");
 }
 
 // Both names have the kernels: in inference mode dispatch skips the gate.

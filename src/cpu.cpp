@@ -58,7 +58,7 @@ Acc warp_sum(Acc* v) {
 }
 
 // The average over a row of f(col), which a block of `threads` would compute.
-template <int kItems, typename Acc, typename F>
+template <int kItems, int kAccess, typename Acc, typename F>
 Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
   constexpr bool kShares = std::is_same_v<Acc, float>;  // see average_share() in arith.cuh
   const float count = static_cast<float>(cols);
@@ -66,10 +66,11 @@ Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
   const int64_t step = static_cast<int64_t>(threads) * kItems;
   for (int64_t base = 0; base < cols; base += step) {
     for (int t = 0; t < threads; ++t) {
-      const int64_t col = base + static_cast<int64_t>(t) * kItems;
-      if (col >= cols) break;
       Acc item[kItems];
-      for (int i = 0; i < kItems; ++i) item[i] = col + i < cols ? f(col + i) : Acc(0.0f);
+      for (int i = 0; i < kItems; ++i) {
+        const int64_t col = base + (static_cast<int64_t>(i / kAccess) * threads + t) * kAccess + i % kAccess;
+        item[i] = col < cols ? f(col) : Acc(0.0f);
+      }
       const Acc sum = total<kItems>(item);
       partial[t] = partial[t] + (kShares ? static_cast<Acc>(sum * (1.0f / count)) : sum);
     }
@@ -81,19 +82,19 @@ Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
   return kShares ? sum : static_cast<Acc>(static_cast<float>(sum) / count);
 }
 
-template <typename Elem, typename Acc, int kItems>
+template <typename Elem, typename Acc, int kItems, int kAccess>
 void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
-  const int threads =
-      static_cast<int>(std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, kMaxThreads));
+  const int threads = static_cast<int>(
+      threads_wanted > kMaxThreads ? kMaxThreads / 2 : (threads_wanted + kWarp - 1) / kWarp * kWarp);  // kBlockThreads
   const Acc eps = static_cast<Acc>(p.eps);
   std::vector<Acc> partial;
   for (int64_t row = begin; row < end; ++row) {
     const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
     Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
-    const Acc mean = block_average<kItems, Acc>(p.cols, threads, partial,
+    const Acc mean = block_average<kItems, kAccess, Acc>(p.cols, threads, partial,
                                                 [&](int64_t col) { return static_cast<Acc>(x[col]); });
-    const Acc variance = block_average<kItems, Acc>(p.cols, threads, partial, [&](int64_t col) {
+    const Acc variance = block_average<kItems, kAccess, Acc>(p.cols, threads, partial, [&](int64_t col) {
       const Acc d = static_cast<Acc>(x[col]) - mean;
       return d * d;
     });
@@ -110,7 +111,7 @@ void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
 
 #define FASTLN_DEFINE(name, Elem, Acc, items, access)                            \
   void cpu_layer_norm_##name(const Rows& rows, int64_t begin, int64_t end) {     \
-    normalize_rows<Elem, Acc, items>(rows, begin, end);                          \
+    normalize_rows<Elem, Acc, items, access>(rows, begin, end);                          \
   }
 FASTLN_KERNELS(FASTLN_DEFINE)
 #undef FASTLN_DEFINE

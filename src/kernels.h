@@ -5,7 +5,7 @@
 //     name    the op is fastln::layer_norm_<name>
 //     Elem    element type of input and output: half or float
 //     Acc     type of every sum, of mean, variance, rstd and of the final multiply-add
-//     items   consecutive elements that one thread holds
+//     items   elements that one thread holds
 //     access  elements that one load or store moves
 //
 // `half` and `float` are placeholders that each expansion maps to its own types (CUDA's __half on the

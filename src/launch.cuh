@@ -16,16 +16,10 @@ namespace fastln {
 
 inline bool is_aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// An affine vector is read kAccess columns at a time from its first element on.
+// A vector of the input's type is read by whole accesses, a float32 one element by element.
 template <typename Elem, int kAccess>
 bool affine_is_aligned(const Affine& affine) {
-  switch (affine.kind) {
-    case Affine::Kind::kScalar: return true;
-    case Affine::Kind::kElement: return is_aligned(affine.data, kAccess * sizeof(Elem));
-    case Affine::Kind::kFloat32:
-      return is_aligned(affine.data, std::min<int64_t>(kAccess * sizeof(float), kMaxAccessBytes));
-  }
-  return false;
+  return affine.kind != Affine::Kind::kElement || is_aligned(affine.data, kAccess * sizeof(Elem));
 }
 
 // Whether every access of kAccess elements is aligned in every row.
@@ -41,7 +35,7 @@ template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, 
 cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
   const int threads =
-      static_cast<int>(std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, kMaxThreads));
+      static_cast<int>(std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, kBlockThreads<kLong>));
   cudaLaunchAttribute attribute = dependent_launch();
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(threads);
@@ -65,21 +59,22 @@ template <typename Elem, typename Acc, int kItems, int kAccess>
 const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   if (p.rows == 0 || p.cols == 0) return nullptr;
   p.per_col = 1.0f / static_cast<float>(p.cols);
-  const auto go = [&](auto params, auto is_long) {
-    constexpr Params kParams = decltype(params)::value;
-    constexpr bool kLong = decltype(is_long)::value;
-    const auto launch = rows_are_aligned<Elem, kAccess>(p) ? launch_rows<Elem, Acc, kItems, kAccess, kParams, kLong>
-                                                           : launch_rows<Elem, Acc, kItems, 1, kParams, kLong>;
-    return launch(p, device.major >= 9, static_cast<cudaStream_t>(stream));
-  };
+  const auto s = static_cast<cudaStream_t>(stream);
+  const bool dependent = device.major >= 9;
+  const bool aligned = rows_are_aligned<Elem, kAccess>(p);
   const auto both = [&](Affine::Kind kind) { return p.weight.kind == kind && p.bias.kind == kind; };
-  using Any = std::integral_constant<Params, Params::kAny>;
   cudaError_t err;
-  if (p.cols > static_cast<int64_t>(kMaxThreads) * kItems) err = go(Any{}, std::true_type{});
-  else if (p.cols % kAccess != 0) err = go(Any{}, std::false_type{});
-  else if (both(Affine::Kind::kScalar)) err = go(std::integral_constant<Params, Params::kScalars>{}, std::false_type{});
-  else if (both(Affine::Kind::kElement)) err = go(std::integral_constant<Params, Params::kVectors>{}, std::false_type{});
-  else err = go(Any{}, std::false_type{});
+  if (p.cols > static_cast<int64_t>(kMaxThreads) * kItems)
+    err = aligned ? launch_rows<Elem, Acc, kItems, kAccess, Params::kAny, true>(p, dependent, s)
+                  : launch_rows<Elem, Acc, kItems, 1, Params::kAny, true>(p, dependent, s);
+  else if (!aligned)
+    err = launch_rows<Elem, Acc, kItems, 1, Params::kAny, false>(p, dependent, s);
+  else if (p.cols % kAccess == 0 && both(Affine::Kind::kScalar))
+    err = launch_rows<Elem, Acc, kItems, kAccess, Params::kScalars, false>(p, dependent, s);
+  else if (p.cols % kAccess == 0 && both(Affine::Kind::kElement))
+    err = launch_rows<Elem, Acc, kItems, kAccess, Params::kVectors, false>(p, dependent, s);
+  else
+    err = launch_rows<Elem, Acc, kItems, kAccess, Params::kAny, false>(p, dependent, s);
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again
   return cudaGetErrorString(err);

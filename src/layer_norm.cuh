@@ -18,14 +18,15 @@ enum class Params {
   kAny,      // numbers or vectors, float32 vectors beside half rows, rows that end within an access
 };
 
-// weight or bias for kItems columns from `col` on. Each branch is the same for the whole grid.
+// weight or bias for a thread's kItems columns. Each branch is the same for the whole grid.
 //
 // What has the input's type is fetched by fetch(), before the reductions, whose barriers hide the latency.
 // A float32 vector would take twice the registers, enough to halve the blocks an SM holds, so it is
-// fetched where it is used.
-template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams>
+// fetched where it is used, element by element.
+template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, typename Index>
 struct AffineItems {
   using L = Lanes<Acc, kItems>;
+  using At = Items<kAccess, Index>;
   static constexpr bool kAny = kParams == Params::kAny;
   Vec<Elem, kItems> fetched;
 
@@ -34,20 +35,18 @@ struct AffineItems {
     return kParams == Params::kVectors || (kAny && affine.kind == Affine::Kind::kElement);
   }
 
-  template <typename Index>
-  __device__ __forceinline__ void fetch(const Affine& affine, Index col, Index cols) {
-    if (is_element(affine))
-      load_items<kAccess, kAny>(fetched, static_cast<const Elem*>(affine.data) + col, col, cols);
+  __device__ __forceinline__ void fetch(const Affine& affine, const At& at) {
+    if (is_element(affine)) load_items<kAny>(fetched, static_cast<const Elem*>(affine.data), at);
   }
 
   // Calls f(i, lane) for each lane of the items. Lane by lane, so that few are unpacked at a time.
-  template <typename Index, typename F>
-  __device__ __forceinline__ void for_each_lane(const Affine& affine, Index col, Index cols, F f) const {
+  template <typename F>
+  __device__ __forceinline__ void for_each_lane(const Affine& affine, const At& at, F f) const {
     if (kAny && affine.kind == Affine::Kind::kFloat32) {
-      constexpr int kWidest = kMaxAccessBytes / static_cast<int>(sizeof(float));
-      Vec<float, kItems> v;
-      load_items<kAccess < kWidest ? kAccess : kWidest, kAny>(v, static_cast<const float*>(affine.data) + col, col,
-                                                               cols);
+      Vec<float, kItems> v{};
+#pragma unroll
+      for (int i = 0; i < kItems; ++i)
+        if (at.column(i) < at.cols) set_item(v, i, static_cast<const float*>(affine.data)[at.column(i)]);
 #pragma unroll
       for (int i = 0; i < L::kCount; ++i) f(i, L::lane_of(v, i));
     } else {
@@ -59,23 +58,26 @@ struct AffineItems {
   }
 };
 
-// Blocks of 1024 threads that an SM must have registers for: two, its limit of threads, where 32 registers
-// a thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 95). The loops of kLong
-// and item-wise access need more.
-template <int kItems, int kAccess, bool kLong>
-constexpr int kFillsSm = kLong || (kAccess == 1 && kItems > 1) ? 1 : 2;
+// Threads of a block, at most: the loops of kLong need more registers than 1024 threads leave.
+template <bool kLong> constexpr int kBlockThreads = kLong ? kMaxThreads / 2 : kMaxThreads;
+
+// Blocks of that size that an SM must have registers for: two, its limit of threads, where 32 registers a
+// thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 90).
+template <Params kParams, bool kLong>
+constexpr int kFillsSm = kLong || kParams == Params::kAny ? 1 : 2;
 
 // One block normalizes one row; blockDim.x is any multiple of 32, chosen at run time.
 //
-// Thread t holds columns [t * kItems, (t + 1) * kItems) in registers from the load to the store, so a
-// row of up to blockDim.x * kItems columns is read once. With kLong, a longer row is walked in steps of
-// that size, and what lies past the first step is read again (from L2, mostly) for each of the passes;
-// without it those loops are not compiled, which halves the registers and doubles the blocks an SM holds.
+// Each thread holds kItems items in registers from the load to the store, so a row of up to
+// blockDim.x * kItems columns is read once. With kLong, a longer row is walked in steps of that size, and
+// what lies past the first step is read again (from L2, mostly) for each of the passes; without it those
+// loops are not compiled, which halves the registers and doubles the blocks an SM holds.
 //
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
 template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
-__global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>) layer_norm_rows(const Rows p) {
+__global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong>))
+    layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
   using Index = std::conditional_t<kLong, int64_t, int>;
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
@@ -84,20 +86,26 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
   const int64_t row = blockIdx.x;
   const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
   Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
-  const Index cols = static_cast<Index>(p.cols);
-  const Index first = static_cast<Index>(threadIdx.x) * kItems;
+  using At = Items<kAccess, Index>;
+  constexpr bool kTail = kParams == Params::kAny;
+  const Index step = static_cast<Index>(blockDim.x) * kItems;
+  const auto at_step = [&](Index base) {
+    return At{base, static_cast<Index>(blockDim.x), static_cast<Index>(threadIdx.x), static_cast<Index>(p.cols)};
+  };
+  const At first = at_step(0);
 
   using Held = Vec<Elem, kItems>;  // stays packed between the passes, which halves its registers
-  const auto load = [&](Index col) {
+  const auto load = [&](const At& at) {
     Held v;
-    load_items<kAccess, kParams == Params::kAny>(v, x + col, col, cols);
+    load_items<kTail>(v, x, at);
     return v;
   };
-  const auto centre = [&](const Held& held, Index col, Acc mean) {
+  const auto centre = [&](const Held& held, const At& at, Acc mean) {
     L v = L::from(opaque(held));
 #pragma unroll
     for (int i = 0; i < L::kCount; ++i) v.lane[i] = sub(v.lane[i], L::splat(mean));
-    if (col + kItems > cols) v.keep_first(static_cast<int>(max(cols - col, Index{0})));  // padding must not add mean^2
+    // Padding must not add mean^2.
+    if (at.column(kItems - 1) >= at.cols) v.keep([&](int item) { return at.column(item) < at.cols; });
     return v;
   };
   const auto squares = [&](L v) {
@@ -105,45 +113,48 @@ __global__ void __launch_bounds__(kMaxThreads, kFillsSm<kItems, kAccess, kLong>)
     for (int i = 0; i < L::kCount; ++i) v.lane[i] = mul(v.lane[i], v.lane[i]);
     return v.total();
   };
-  // Calls f(col) for this thread's columns past the first step.
+  // Calls f(at) for this thread's items past the first step.
   const auto for_each_later_step = [&](auto f) {
     if constexpr (kLong) {
-      const Index step = static_cast<Index>(blockDim.x) * kItems;
-      for (Index col = first + step; col < cols; col += step) f(col);
+      for (Index base = step; base < first.cols; base += step) f(at_step(base));
     }
   };
 
   wait_for_previous_kernel();
   const Held held = load(first);
-  AffineItems<Elem, Acc, kItems, kAccess, kParams> weight, bias;
-  weight.fetch(p.weight, first, cols);
-  bias.fetch(p.bias, first, cols);
+  AffineItems<Elem, Acc, kItems, kAccess, kParams, Index> weight, bias;
+  // Several accesses a thread leave no registers for that.
+  constexpr bool kEarly = kItems == kAccess;
+  if constexpr (kEarly) {
+    weight.fetch(p.weight, first);
+    bias.fetch(p.bias, first);
+  }
 
   Acc sum = average_share(L::from(held).total(), p.per_col);
-  for_each_later_step([&](Index col) { sum = add(sum, average_share(L::from(load(col)).total(), p.per_col)); });
+  for_each_later_step([&](const At& at) { sum = add(sum, average_share(L::from(load(at)).total(), p.per_col)); });
   const Acc mean = average_total(block.template sum<0>(sum), p.per_col);
 
   Acc sum_squares = average_share(squares(centre(held, first, mean)), p.per_col);
-  for_each_later_step([&](Index col) {
-    sum_squares = add(sum_squares, average_share(squares(centre(load(col), col, mean)), p.per_col));
+  for_each_later_step([&](const At& at) {
+    sum_squares = add(sum_squares, average_share(squares(centre(load(at), at, mean)), p.per_col));
   });
   const Acc variance = average_total(block.template sum<1>(sum_squares), p.per_col);
   const Acc rstd = reciprocal_sqrt(add(variance, convert<Acc>(p.eps)));
 
-  const auto store = [&](const L& v, Index col) {
+  const auto store = [&](const L& v, const At& at) {
+    if (!kEarly || at.base != 0) {
+      weight.fetch(p.weight, at);
+      bias.fetch(p.bias, at);
+    }
     L out;
-    weight.for_each_lane(p.weight, col, cols, [&](int i, auto scale) {
+    weight.for_each_lane(p.weight, at, [&](int i, auto scale) {
       out.lane[i] = mul(mul(v.lane[i], L::splat(rstd)), scale);
     });
-    bias.for_each_lane(p.bias, col, cols, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
-    store_items<kAccess, kParams == Params::kAny>(y + col, out.template to<Elem>(), col, cols);
+    bias.for_each_lane(p.bias, at, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
+    store_items<kTail>(y, out.template to<Elem>(), at);
   };
   store(centre(held, first, mean), first);
-  for_each_later_step([&](Index col) {
-    weight.fetch(p.weight, col, cols);
-    bias.fetch(p.bias, col, cols);
-    store(centre(load(col), col, mean), col);
-  });
+  for_each_later_step([&](const At& at) { store(centre(load(at), at, mean), at); });
 }
 
 }  // namespace fastln

@@ -191,25 +191,37 @@ __device__ __forceinline__ Vec<T, kN> opaque(Vec<T, kN> v) {
   return v;
 }
 
-// Whether columns [col, col + kN) hold the access that the end of a row of `cols` cuts short, and the
-// first column of that access.
-template <int kAccess, int kN, typename Index>
-__device__ __forceinline__ bool holds_tail(Index col, Index cols, Index& tail) {
-  tail = cols - cols % kAccess;
-  return tail < cols && col <= tail && tail < col + kN;
-}
+// Where a thread's items lie in a row: access a of thread t at column base + (a * threads + t) * kAccess, so
+// that neighbouring threads touch neighbouring words.
+template <int kAccess, typename Index>
+struct Items {
+  Index base;     // column of the block's first item
+  Index threads;  // of the block
+  Index t;
+  Index cols;     // of the row
 
-// The kN / kAccess accesses at p that hold columns [col, col + kN) of a row of `cols`: whole accesses as far
-// as they go, then the tail element by element, in one branch behind them all, so that none waits for
-// another. Columns past the row are not touched; they read as zero. Without kTail, `cols` is a multiple of
-// kAccess.
-template <int kAccess, bool kTail, typename T, int kN, typename Index>
-__device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, Index col, Index cols) {
+  __device__ __forceinline__ Index column(int item) const {
+    return base + (item / kAccess * threads + t) * kAccess + item % kAccess;
+  }
+};
+
+// A thread's kN items of the row p, by whole accesses. Columns past the row are not touched; they read as
+// zero. Without kTail, `cols` is a multiple of kAccess; with it, the access that the end of the row cuts
+// short is taken element by element.
+template <bool kTail, typename T, int kN, int kAccess, typename Index>
+__device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, const Items<kAccess, Index>& at) {
   v = Vec<T, kN>{};
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
+    const Index col = at.column(i);
     Vec<T, kAccess> part{};
-    if (col + i + kAccess <= cols) load_vec(part, p + i);
+    if (col + kAccess <= at.cols) {
+      load_vec(part, p + col);
+    } else if (kTail && kAccess > 1) {
+#pragma unroll
+      for (int k = 0; k < kAccess; ++k)
+        if (col + k < at.cols) set_item(part, k, p[col + k]);
+    }
     if constexpr (part.kBytes < 4) {
       set_item(v, i, get_item(part, 0));
     } else {
@@ -217,20 +229,13 @@ __device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, Index col,
       for (int k = 0; k < part.kRegisters; ++k) v.bits[i / kAccess * part.kRegisters + k] = part.bits[k];
     }
   }
-  if constexpr (kTail && kAccess > 1) {
-    Index tail;
-    if (holds_tail<kAccess, kN>(col, cols, tail)) {
-#pragma unroll
-      for (int i = 0; i < kN; ++i)
-        if (tail <= col + i && col + i < cols) set_item(v, i, p[i]);
-    }
-  }
 }
 
-template <int kAccess, bool kTail, typename T, int kN, typename Index>
-__device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, Index col, Index cols) {
+template <bool kTail, typename T, int kN, int kAccess, typename Index>
+__device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, const Items<kAccess, Index>& at) {
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
+    const Index col = at.column(i);
     Vec<T, kAccess> part{};
     if constexpr (part.kBytes < 4) {
       set_item(part, 0, get_item(v, i));
@@ -238,14 +243,12 @@ __device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, Index col
 #pragma unroll
       for (int k = 0; k < part.kRegisters; ++k) part.bits[k] = v.bits[i / kAccess * part.kRegisters + k];
     }
-    if (col + i + kAccess <= cols) store_vec(p + i, part);
-  }
-  if constexpr (kTail && kAccess > 1) {
-    Index tail;
-    if (holds_tail<kAccess, kN>(col, cols, tail)) {
+    if (col + kAccess <= at.cols) {
+      store_vec(p + col, part);
+    } else if (kTail && kAccess > 1) {
 #pragma unroll
-      for (int i = 0; i < kN; ++i)
-        if (tail <= col + i && col + i < cols) p[i] = get_item(v, i);
+      for (int k = 0; k < kAccess; ++k)
+        if (col + k < at.cols) p[col + k] = get_item(part, k);
     }
   }
 }

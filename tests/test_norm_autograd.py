@@ -119,7 +119,9 @@ def test_compiled_gradients_are_those_of_eager(call, names, device, fresh_compil
 
 
 @call_by_either_way
-@pytest.mark.parametrize("present", [(), ("weight",), ("bias",), ("weight", "bias")], ids=lambda p: "_".join(p) or "none")
+@pytest.mark.parametrize(
+    "present", [(), ("weight",), ("bias",), ("weight", "bias")], ids=lambda p: "_".join(p) or "none"
+)
 def test_case_29_second_derivatives_are_right(call, present, device):
     sample = leaves(norm_inputs(torch.float64, device, (2, 5)), ("input", *present))
     tensors = [getattr(sample, name) for name in ("input", *present)]

@@ -77,7 +77,8 @@ def test_every_layout_gives_the_bits_of_its_contiguous_copy(dtype, layouts):
 # Neither what a fake announces nor where an output lies depends on the width, so one of them will do.
 @each(torch.float16, torch.float64)
 def test_fake_and_meta_results_are_the_real_ones_but_for_values(dtype, layouts):
-    x, shape, weight, bias, eps = sample = layouts[1]
+    sample = layouts[1]
+    x, _, weight, bias, _ = sample
     on_meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     meta = sample._replace(input=on_meta, weight=weight.to("meta"), bias=bias.to("meta"))
     with FakeTensorMode() as mode:

@@ -29,6 +29,11 @@ def some_cols():
         yield from (draw.randint(2 ** (power - 1), 2**power) for _ in range(40))
 
 
+def tail_of(cols, dtype):
+    """Elements behind the last whole piece of 16 bytes; each takes a thread."""
+    return cols % whole_cols(dtype, 1)
+
+
 def text_of(plan):
     return "split" if plan.pieces == 0 else f"pieces={plan.pieces},threads={plan.threads},cluster={plan.cluster}"
 
@@ -42,7 +47,8 @@ def test_a_plan_holds_the_row_in_whole_warps(dtype, clusters):
             assert (plan.threads, plan.cluster) == (0, 1)
             continue
         assert plan.pieces in PIECES
-        assert plan.pieces * plan.threads * plan.cluster * 16 >= cols * item_size(dtype)
+        assert plan.pieces * plan.threads * plan.cluster >= cols * item_size(dtype) // 16
+        assert plan.threads >= max(tail_of(cols, dtype), 1)
         assert plan.threads in (1, 2, 4, 8, 16) or (plan.threads % 32 == 0 and 32 <= plan.threads <= 1024)
         assert plan.cluster in ((1, *CLUSTERS) if clusters else (1,))
 
@@ -121,14 +127,16 @@ def parsed(text):
 
 
 def held_cols(dtype, text):
-    """Rows for this variant: all that it holds, and what 16-byte accesses do not divide, where it takes that."""
+    """Rows for this variant: the longest, shorter ones, and with a tail where it takes one."""
     plan = parsed(text)
     if text == "split":
         return 1, 7, 8, 33, 1024, 16384, 16385, 70001
     most = whole_cols(dtype, plan.pieces * plan.threads * plan.cluster)
     half = whole_cols(dtype, plan.pieces * plan.threads * plan.cluster // 2 + 1)
-    shifted = () if plan.cluster > 1 or plan.threads > 512 else (most - 1, half + 1 if half + 1 < most else 1)
-    return most, half, *shifted
+    if plan.cluster > 1 or plan.threads > 512:
+        return most, half
+    tail = min(whole_cols(dtype, 1) - 1, plan.threads)
+    return most, half, most + tail, half + 1, tail
 
 
 @pytest.mark.parametrize("text", VARIANTS)

@@ -60,7 +60,7 @@ def test_case_27_no_access_past_the_end_in_any_variant(pieces, threads, device):
     whole = pieces * threads * 8
     plan = f"pieces={pieces},threads={threads}"
     check(torch.float16, whole, device, rows=18 if threads == 4 else 2, plan=plan)
-    check(torch.float16, whole - 3, device, rows=18 if threads == 4 else 2, offset=5, plan=plan)
+    check(torch.float16, whole - 4, device, rows=18 if threads == 4 else 2, offset=5, plan=plan)
 
 
 @pytest.mark.parametrize("cluster", [2, 4, 8])

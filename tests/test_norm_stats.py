@@ -1,4 +1,4 @@
-"""fastln::layer_norm_fwd: the output of layer_norm, and the rows' mean and rstd as torch's native_layer_norm has them."""
+"""fastln::layer_norm_fwd: what layer_norm gives, and the rows' mean and rstd as in torch's native_layer_norm."""
 
 import math
 
