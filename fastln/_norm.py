@@ -224,7 +224,16 @@ def _autograd(input, normalized_shape, weight=None, bias=None, eps=1e-5):
 # Registrations live as long as the Library object that made them.
 _registrations = torch.library.Library("fastln", "IMPL")
 _registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
-_registrations.impl("layer_norm_fwd", torch.library.fallthrough_kernel, "Autograd")  # no derivative of its own
+
+
+def _fwd_autograd(input, normalized_shape, weight, bias, eps):
+    if _needs_derivative(input, weight, bias):
+        refuse("layer_norm", "expected no argument of layer_norm_fwd to need a derivative, got one that does")
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.fastln.layer_norm_fwd.default(input, normalized_shape, weight, bias, eps)
+
+
+_registrations.impl("layer_norm_fwd", _fwd_autograd, "Autograd")
 _registrations.impl("_layer_norm_with_grad", _autograd, "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.

@@ -13,18 +13,21 @@
 
 namespace fastln {
 
-__device__ __forceinline__ float add(float a, float b) { return a + b; }
-__device__ __forceinline__ double add(double a, double b) { return a + b; }
-__device__ __forceinline__ half add(half a, half b) { return __hadd(a, b); }
-__device__ __forceinline__ half2 add(half2 a, half2 b) { return __hadd2(a, b); }
+// None of these is ever contracted with its neighbour into a fused multiply-add: which of them were would
+// differ between variants of a kernel, and with it the bits of a row. Where one is meant, fma() says so.
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ half add(half a, half b) { return __hadd_rn(a, b); }
+__device__ __forceinline__ half2 add(half2 a, half2 b) { return __hadd2_rn(a, b); }
 
-__device__ __forceinline__ float sub(float a, float b) { return a - b; }
-__device__ __forceinline__ half sub(half a, half b) { return __hsub(a, b); }
-__device__ __forceinline__ half2 sub(half2 a, half2 b) { return __hsub2(a, b); }
+__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ half sub(half a, half b) { return __hsub_rn(a, b); }
+__device__ __forceinline__ half2 sub(half2 a, half2 b) { return __hsub2_rn(a, b); }
 
-__device__ __forceinline__ float mul(float a, float b) { return a * b; }
-__device__ __forceinline__ half mul(half a, half b) { return __hmul(a, b); }
-__device__ __forceinline__ half2 mul(half2 a, half2 b) { return __hmul2(a, b); }
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ half mul(half a, half b) { return __hmul_rn(a, b); }
+__device__ __forceinline__ half2 mul(half2 a, half2 b) { return __hmul2_rn(a, b); }
 
 // a * b + c
 __device__ __forceinline__ float fma(float a, float b, float c) { return fmaf(a, b, c); }
@@ -36,11 +39,11 @@ __device__ __forceinline__ half2 fma(half2 a, half2 b, half2 c) { return __hfma2
 // average_total() on the block's sum. float divides the shares, so that squares of values up to 1e18
 // stay finite at any number of columns; half divides the total, the hazard its kernels exist to show.
 // (1 / cols is no sum: it need not be a half.)
-__device__ __forceinline__ float average_share(float share, float per_col) { return share * per_col; }
+__device__ __forceinline__ float average_share(float share, float per_col) { return mul(share, per_col); }
 __device__ __forceinline__ half average_share(half share, float) { return share; }
 __device__ __forceinline__ float average_total(float total, float) { return total; }
 __device__ __forceinline__ half average_total(half total, float per_col) {
-  return __float2half_rn(__half2float(total) * per_col);
+  return __float2half_rn(mul(__half2float(total), per_col));
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float a) { return rsqrtf(a); }

@@ -177,8 +177,8 @@ Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTen
   const auto sizes = stats_sizes(input, shape.size());
   const Tensor mean = empty_contiguous(sizes, stats_type(input), input);
   const Tensor rstd = empty_contiguous(sizes, stats_type(input), input);
-  if (out.numel() == 0) {  // no columns: the statistics of nothing
-    torch::stable::fill_(mean, std::nan(""));
+  if (out.numel() == 0) {  // no columns: aten's statistics of nothing
+    torch::stable::fill_(mean, 0);
     torch::stable::fill_(rstd, std::nan(""));
   }
   run_cuda(input, shape.size(), weight, bias, eps, out, &mean, &rstd);

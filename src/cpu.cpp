@@ -24,12 +24,6 @@ Acc reciprocal_sqrt(Acc a) {
   return static_cast<Acc>(1.0f / std::sqrt(static_cast<float>(a)));
 }
 
-// One rounding, as the GPU's fused multiply-add has it. For half, float holds the product exactly.
-template <typename Acc>
-Acc fused_multiply_add(Acc a, Acc b, Acc c) {
-  return static_cast<Acc>(static_cast<float>(a) * static_cast<float>(b) + static_cast<float>(c));
-}
-
 template <typename Acc, typename Elem>
 Acc affine_at(const Affine& affine, int64_t col) {
   switch (affine.kind) {
@@ -101,8 +95,8 @@ void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
     const Acc rstd = reciprocal_sqrt(static_cast<Acc>(variance + eps));
     for (int64_t col = 0; col < p.cols; ++col) {
       const Acc d = static_cast<Acc>(x[col]) - mean;
-      y[col] = static_cast<Elem>(fused_multiply_add<Acc>(d * rstd, affine_at<Acc, Elem>(p.weight, col),
-                                                         affine_at<Acc, Elem>(p.bias, col)));
+      const Acc scaled = d * rstd * affine_at<Acc, Elem>(p.weight, col);
+      y[col] = static_cast<Elem>(scaled + affine_at<Acc, Elem>(p.bias, col));
     }
   }
 }

@@ -31,7 +31,7 @@ bool rows_are_aligned(const Rows& p) {
          affine_is_aligned<Elem, kAccess>(p.bias);
 }
 
-template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
+template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
 cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
   const int threads =
@@ -46,7 +46,7 @@ cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) 
   for (int64_t left = p.rows; left > 0;) {
     const int64_t blocks = std::min<int64_t>(left, INT_MAX);
     config.gridDim = dim3(static_cast<unsigned>(blocks));
-    const cudaError_t err = cudaLaunchKernelEx(&config, layer_norm_rows<Elem, Acc, kItems, kAccess, kParams, kLong>, p);
+    const cudaError_t err = cudaLaunchKernelEx(&config, layer_norm_rows<Elem, Acc, kItems, kAccess, kRun, kParams, kLong>, p);
     if (err != cudaSuccess) return err;
     p.x = static_cast<const Elem*>(p.x) + blocks * p.x_stride;
     p.y = static_cast<Elem*>(p.y) + blocks * p.cols;
@@ -65,16 +65,16 @@ const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   const auto both = [&](Affine::Kind kind) { return p.weight.kind == kind && p.bias.kind == kind; };
   cudaError_t err;
   if (p.cols > static_cast<int64_t>(kMaxThreads) * kItems)
-    err = aligned ? launch_rows<Elem, Acc, kItems, kAccess, Params::kAny, true>(p, dependent, s)
-                  : launch_rows<Elem, Acc, kItems, 1, Params::kAny, true>(p, dependent, s);
+    err = aligned ? launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, true>(p, dependent, s)
+                  : launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, true>(p, dependent, s);
   else if (!aligned)
-    err = launch_rows<Elem, Acc, kItems, 1, Params::kAny, false>(p, dependent, s);
+    err = launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, false>(p, dependent, s);
   else if (p.cols % kAccess == 0 && both(Affine::Kind::kScalar))
-    err = launch_rows<Elem, Acc, kItems, kAccess, Params::kScalars, false>(p, dependent, s);
+    err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kScalars, false>(p, dependent, s);
   else if (p.cols % kAccess == 0 && both(Affine::Kind::kElement))
-    err = launch_rows<Elem, Acc, kItems, kAccess, Params::kVectors, false>(p, dependent, s);
+    err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kVectors, false>(p, dependent, s);
   else
-    err = launch_rows<Elem, Acc, kItems, kAccess, Params::kAny, false>(p, dependent, s);
+    err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, false>(p, dependent, s);
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again
   return cudaGetErrorString(err);

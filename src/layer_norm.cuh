@@ -23,10 +23,10 @@ enum class Params {
 // What has the input's type is fetched by fetch(), before the reductions, whose barriers hide the latency.
 // A float32 vector would take twice the registers, enough to halve the blocks an SM holds, so it is
 // fetched where it is used, element by element.
-template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, typename Index>
+template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, typename Index>
 struct AffineItems {
   using L = Lanes<Acc, kItems>;
-  using At = Items<kAccess, Index>;
+  using At = Items<kRun, Index>;
   static constexpr bool kAny = kParams == Params::kAny;
   Vec<Elem, kItems> fetched;
 
@@ -36,7 +36,7 @@ struct AffineItems {
   }
 
   __device__ __forceinline__ void fetch(const Affine& affine, const At& at) {
-    if (is_element(affine)) load_items<kAny>(fetched, static_cast<const Elem*>(affine.data), at);
+    if (is_element(affine)) load_items<kAccess, kAny>(fetched, static_cast<const Elem*>(affine.data), at);
   }
 
   // Calls f(i, lane) for each lane of the items. Lane by lane, so that few are unpacked at a time.
@@ -73,9 +73,12 @@ constexpr int kFillsSm = kLong || kParams == Params::kAny ? 1 : 2;
 // what lies past the first step is read again (from L2, mostly) for each of the passes; without it those
 // loops are not compiled, which halves the registers and doubles the blocks an SM holds.
 //
+// kRun consecutive columns belong to one thread, whether it moves them in one access or, where their addresses
+// are not aligned, in single elements (kAccess 1): that changes no sum, so no bit.
+//
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
-template <typename Elem, typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
+template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
 __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong>))
     layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong
   const int64_t row = blockIdx.x;
   const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
   Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
-  using At = Items<kAccess, Index>;
+  using At = Items<kRun, Index>;
   constexpr bool kTail = kParams == Params::kAny;
   const Index step = static_cast<Index>(blockDim.x) * kItems;
   const auto at_step = [&](Index base) {
@@ -97,7 +100,7 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong
   using Held = Vec<Elem, kItems>;  // stays packed between the passes, which halves its registers
   const auto load = [&](const At& at) {
     Held v;
-    load_items<kTail>(v, x, at);
+    load_items<kAccess, kTail>(v, x, at);
     return v;
   };
   const auto centre = [&](const Held& held, const At& at, Acc mean) {
@@ -122,7 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong
 
   wait_for_previous_kernel();
   const Held held = load(first);
-  AffineItems<Elem, Acc, kItems, kAccess, kParams, Index> weight, bias;
+  AffineItems<Elem, Acc, kItems, kAccess, kRun, kParams, Index> weight, bias;
   // Several accesses a thread leave no registers for that.
   constexpr bool kEarly = kItems == kAccess;
   if constexpr (kEarly) {
@@ -151,7 +154,7 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong
       out.lane[i] = mul(mul(v.lane[i], L::splat(rstd)), scale);
     });
     bias.for_each_lane(p.bias, at, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
-    store_items<kTail>(y, out.template to<Elem>(), at);
+    store_items<kAccess, kTail>(y, out.template to<Elem>(), at);
   };
   store(centre(held, first, mean), first);
   for_each_later_step([&](const At& at) { store(centre(load(at), at, mean), at); });

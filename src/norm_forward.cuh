@@ -161,7 +161,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
 #pragma unroll
     for (int i = 0; i < kAccess; ++i) s[i] += v[i];
   });
-  const Acc mean = group_sum<kCluster, 0>(sum + tail, p.threads, block, block_total[0]) * per_col;
+  const Acc mean = mul(group_sum<kCluster, 0>(sum + tail, p.threads, block, block_total[0]), per_col);
   // Past the row x is held as 0; centred on 0 it adds nothing.
   Acc squares = total([&](int j, const Acc (&v)[kAccess], Acc (&s)[kAccess]) {
     const Acc centre = inside(j) ? mean : Acc(0);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
   });
   if (has_tail) squares = fma(tail - mean, tail - mean, squares);
   // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
-  const Acc variance = group_sum<kCluster, 1>(squares * per_col, p.threads, block, block_total[1]);
+  const Acc variance = group_sum<kCluster, 1>(mul(squares, per_col), p.threads, block, block_total[1]);
   const Acc rstd = reciprocal_sqrt(variance + static_cast<Acc>(p.eps));
 
   if (t == 0 && cols > 0 && p.mean) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
       unpack(scale, w[kEarly ? j : 0]);
       unpack(shift, b[kEarly ? j : 0]);
 #pragma unroll
-      for (int i = 0; i < kAccess; ++i) v[i] = fma((v[i] - mean) * rstd, scale[i], shift[i]);
+      for (int i = 0; i < kAccess; ++i) v[i] = fma(mul(v[i] - mean, rstd), scale[i], shift[i]);
       V out;
       pack(out, v);
       if constexpr (kShifted) store_vec(shared + first + j * step, out);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     if (has_tail) {
       const Acc scale = weight ? static_cast<Acc>(load_one(weight + whole + t)) : Acc(1);
       const Acc shift = bias ? static_cast<Acc>(load_one(bias + whole + t)) : Acc(0);
-      store_one(shared + whole + t, fma((tail - mean) * rstd, scale, shift));
+      store_one(shared + whole + t, fma(mul(tail - mean, rstd), scale, shift));
     }
     if (p.threads > kWarp) __syncthreads();
     else __syncwarp();

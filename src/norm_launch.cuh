@@ -19,10 +19,11 @@ template <typename Elem>
 cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_bytes, bool has_dependent_launch,
                         cudaStream_t stream) {
   using Acc = AccOf<Elem>;
-  const int64_t rows_a_block = p.threads > kWarp ? 1 : kSmallGroupBlock / p.threads;
+  const bool whole_block = p.threads > kWarp || p.cluster > 1;
+  const int64_t rows_a_block = whole_block ? 1 : kSmallGroupBlock / p.threads;
   const int64_t most_rows = INT_MAX / p.cluster * rows_a_block;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(p.threads > kWarp ? p.threads : kSmallGroupBlock);
+  config.blockDim = dim3(whole_block ? p.threads : kSmallGroupBlock);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes * rows_a_block);
   config.stream = stream;
   cudaLaunchAttribute attributes[2]{};

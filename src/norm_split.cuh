@@ -30,8 +30,9 @@ struct Moments {
 // sample variances" (1979), equation 2.1.
 template <typename Acc>
 __device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& a, const Moments<Acc>& b) {
+  if (a.count == 0) return b;
+  if (b.count == 0) return a;
   const Acc count = a.count + b.count;
-  if (count == 0) return a;
   const Acc delta = b.mean - a.mean;
   const Acc share = b.count / count;
   return {a.mean + delta * share, a.squares + b.squares + delta * delta * a.count * share, count};

@@ -191,9 +191,9 @@ __device__ __forceinline__ Vec<T, kN> opaque(Vec<T, kN> v) {
   return v;
 }
 
-// Where a thread's items lie in a row: access a of thread t at column base + (a * threads + t) * kAccess, so
-// that neighbouring threads touch neighbouring words.
-template <int kAccess, typename Index>
+// Where a thread's items lie in a row: run r of thread t at column base + (r * threads + t) * kRun, kRun
+// columns long, so that neighbouring threads touch neighbouring words.
+template <int kRun, typename Index>
 struct Items {
   Index base;     // column of the block's first item
   Index threads;  // of the block
@@ -201,15 +201,15 @@ struct Items {
   Index cols;     // of the row
 
   __device__ __forceinline__ Index column(int item) const {
-    return base + (item / kAccess * threads + t) * kAccess + item % kAccess;
+    return base + (item / kRun * threads + t) * kRun + item % kRun;
   }
 };
 
-// A thread's kN items of the row p, by whole accesses. Columns past the row are not touched; they read as
-// zero. Without kTail, `cols` is a multiple of kAccess; with it, the access that the end of the row cuts
-// short is taken element by element.
-template <bool kTail, typename T, int kN, int kAccess, typename Index>
-__device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, const Items<kAccess, Index>& at) {
+// A thread's kN items of the row p, by whole accesses of kAccess elements. Columns past the row are not
+// touched; they read as zero. Without kTail, `cols` is a multiple of kAccess; with it, the access that the
+// end of the row cuts short is taken element by element.
+template <int kAccess, bool kTail, typename T, int kN, int kRun, typename Index>
+__device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, const Items<kRun, Index>& at) {
   v = Vec<T, kN>{};
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
@@ -231,8 +231,8 @@ __device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, const Item
   }
 }
 
-template <bool kTail, typename T, int kN, int kAccess, typename Index>
-__device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, const Items<kAccess, Index>& at) {
+template <int kAccess, bool kTail, typename T, int kN, int kRun, typename Index>
+__device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, const Items<kRun, Index>& at) {
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
     const Index col = at.column(i);

@@ -101,18 +101,14 @@ def forced(plan):
         force_plan(os.environ.get("FASTLN_PLAN", ""))
 
 
-def item_size(dtype):
-    return torch.empty(0, dtype=dtype).element_size()
-
-
 def whole_cols(dtype, pieces):
     """Columns of a row of so many pieces of 16 bytes."""
-    return pieces * 16 // item_size(dtype)
+    return pieces * 16 // dtype.itemsize
 
 
 def past_l2_rows(cols, dtype):
     """So many rows that input and output exceed the L2, where some plans have a variant of their own."""
-    row_bytes = 2 * cols * item_size(dtype)
+    row_bytes = 2 * cols * dtype.itemsize
     return torch.cuda.get_device_properties("cuda").L2_cache_size * 3 // 2 // row_bytes + 1
 
 

@@ -16,8 +16,9 @@ import fastln
 
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
-# In float16: part of a warp, shifted and whole, warps, a block, a large block, a cluster, a row in chunks.
-WIDTHS = (33, 64, 768, 8193, 65536, 131072, 70001)
+# In float16: part of a warp, shifted and whole, warps, a block, the same with more than 48 KB of shared memory,
+# a block of 1024 threads, a cluster, a row in chunks.
+WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 70001)
 
 
 def apart(x):

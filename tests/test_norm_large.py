@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from norm_support import FWD, assert_norm_matches_float64, each, forced, item_size, need_gpu_memory, norm_inputs
+from norm_support import FWD, assert_norm_matches_float64, each, forced, need_gpu_memory, norm_inputs
 from reference import same_bits
 
 import fastln
@@ -56,7 +56,7 @@ def test_cases_15_and_16_rows_past_32_bit_offsets(rows, cols, cuda):
 def test_wider_items_past_32_bit_offsets(dtype, cuda):
     for cols in (1024, 1025):
         rows = 2**31 // cols + 100
-        need_gpu_memory(2.1 * rows * cols * item_size(dtype) / 1e9)
+        need_gpu_memory(2.1 * rows * cols * dtype.itemsize / 1e9)
         sample = norm_inputs(dtype, cuda, (FEW, cols))
         x, places = mostly_zeros(rows, sample)
         y, expected = fastln.layer_norm(*sample.of(x)), fastln.layer_norm(*sample)

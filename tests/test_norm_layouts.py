@@ -3,7 +3,7 @@ fakes announce it."""
 
 import pytest
 import torch
-from norm_support import FWD, OP, assert_norm_matches_float64, each, item_size, norm_inputs, whole_cols
+from norm_support import FWD, OP, assert_norm_matches_float64, each, norm_inputs, whole_cols
 from reference import in_padding, same_bits, shares_storage
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -132,7 +132,7 @@ def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
     for cols in (1, 7, 33, 320, 768, 1025, whole_cols(dtype, 300)):
         sample = norm_inputs(dtype, device, (37, cols))
         expected = fastln.layer_norm(*sample)
-        for offset in (0, 1, 16 // item_size(dtype)):
+        for offset in (0, 1, 16 // dtype.itemsize):
             assert same_bits(fastln.layer_norm(*sample.of(misaligned(sample.input, offset, gap))), expected)
 
 

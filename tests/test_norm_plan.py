@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from norm_support import assert_norm_matches_float64, each, forced, item_size, norm_inputs, whole_cols
+from norm_support import assert_norm_matches_float64, each, forced, norm_inputs, whole_cols
 from reference import same_bits
 
 import fastln
@@ -47,7 +47,7 @@ def test_a_plan_holds_the_row_in_whole_warps(dtype, clusters):
             assert (plan.threads, plan.cluster) == (0, 1)
             continue
         assert plan.pieces in PIECES
-        assert plan.pieces * plan.threads * plan.cluster >= cols * item_size(dtype) // 16
+        assert plan.pieces * plan.threads * plan.cluster >= cols * dtype.itemsize // 16
         assert plan.threads >= max(tail_of(cols, dtype), 1)
         assert plan.threads in (1, 2, 4, 8, 16) or (plan.threads % 32 == 0 and 32 <= plan.threads <= 1024)
         assert plan.cluster in ((1, *CLUSTERS) if clusters else (1,))
@@ -79,7 +79,7 @@ def test_plan_of_a_row_is_by_default_that_of_float16_on_a_gpu_with_clusters():
 @each(*ITEM_SIZES)
 def test_a_row_that_16_byte_accesses_do_not_divide_has_no_cluster_and_at_most_512_threads(dtype):
     for cols in some_cols():
-        if cols * item_size(dtype) % 16:
+        if cols * dtype.itemsize % 16:
             plan = fastln.plan(cols, dtype)
             assert plan.cluster == 1
             assert plan.threads <= 512
