@@ -45,8 +45,8 @@ def layer_norm(
 
     Returns:
         A new contiguous tensor of the input's shape and dtype. Sums, mean, variance and the final
-        multiply-add are float32 (float64 for float64 input). Values up to 1e18 in magnitude are exact to
-        rounding; larger ones may overflow to NaN.
+        multiply-add are float32 (float64 for float64 input). On CUDA values up to 1e18 in magnitude are right to
+        rounding; past that their squares overflow, and the row comes out as ``bias``.
 
     Raises:
         RuntimeError: A dtype, shape or device does not fit, or the GPU's compute capability is not in this

@@ -62,7 +62,7 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 }
 
 // kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
-// other blocks hide it anyway, the registers they take cost more than that gains; see launch_forward().
+// other blocks hide it anyway, the registers they take cost more than that gains; see find_forward().
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows16 kRows>
 __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forward(const NormRows p) {
   constexpr bool kCluster = kRows == Rows16::kCluster, kShifted = kRows == Rows16::kShifted;

@@ -6,6 +6,7 @@ NVIDIA's cuobjdump reads the machine code; it is a development requirement, as p
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from needs import missing
 
 import fastln
+from fastln._library import library
 
 LIBRARY = Path(fastln.__file__).with_name("libfastln.so")
 ARCHS = fastln.build_info()["archs"]
@@ -121,6 +123,14 @@ def test_holds_machine_code_for_each_declared_arch():
 def test_holds_ptx_as_declared():
     found = set(re.findall(r"\.(sm_\w+)\.ptx", cuobjdump("--list-ptx")))
     assert found == set(map(sm, PTX))
+
+
+def test_knows_which_gpus_it_can_run_on():
+    """Machine code runs on its own and later minor versions of a major one, PTX on all that is not older."""
+    archs, ptx = ([tuple(map(int, arch.split("."))) for arch in names] for names in (ARCHS, PTX))
+    for gpu in itertools.product(range(5, 14), range(10)):
+        expected = any(a[0] == gpu[0] and a <= gpu for a in archs) or any(p <= gpu for p in ptx)
+        assert bool(library.fastln_supports_arch(*gpu)) == expected, gpu
 
 
 @pytest.mark.parametrize("arch", ARCHS)
