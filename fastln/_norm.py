@@ -83,7 +83,7 @@ class Plan:
     cluster: int
 
 
-def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True) -> Plan:
+def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True, wide_blocks: bool = True) -> Plan:
     """The variant that ``layer_norm`` picks for rows of ``cols`` elements.
 
     It depends on nothing else, so a row's result is the same in every batch.
@@ -92,6 +92,7 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True) -
         cols: Product of ``normalized_shape``, at least 1.
         dtype: dtype of the input.
         clusters: Whether the GPU has thread block clusters (compute capability 9.0 and later).
+        wide_blocks: Whether it runs blocks of 1024 threads for long rows (compute capability before 10.0).
 
     Raises:
         ValueError: ``cols`` is less than 1, or ``dtype`` is none that ``layer_norm`` takes.
@@ -101,7 +102,7 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True) -
     if dtype not in _FLOATING:
         raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
     values = (ctypes.c_int32 * 3)()
-    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, clusters, values)
+    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, clusters, wide_blocks, values)
     return Plan(*values)
 
 

@@ -63,8 +63,14 @@ template <bool kLong> constexpr int kBlockThreads = kLong ? kMaxThreads / 2 : kM
 
 // Blocks of that size that an SM must have registers for: two, its limit of threads, where 32 registers a
 // thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 90).
-template <Params kParams, bool kLong>
-constexpr int kFillsSm = kLong || kParams == Params::kAny ? 1 : 2;
+// Before compute capability 9.0 several accesses a thread take more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kSeveralAccessesFit = false;
+#else
+constexpr bool kSeveralAccessesFit = true;
+#endif
+template <int kItems, int kAccess, Params kParams, bool kLong>
+constexpr int kFillsSm = kLong || kParams == Params::kAny || (kItems > kAccess && !kSeveralAccessesFit) ? 1 : 2;
 
 // One block normalizes one row; blockDim.x is any multiple of 32, chosen at run time.
 //
@@ -79,7 +85,7 @@ constexpr int kFillsSm = kLong || kParams == Params::kAny ? 1 : 2;
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
 template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
-__global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kParams, kLong>))
+__global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kItems, kAccess, kParams, kLong>))
     layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
   using Index = std::conditional_t<kLong, int64_t, int>;

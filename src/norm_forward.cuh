@@ -29,8 +29,15 @@ enum class Rows16 {
 };
 
 // Threads of a block, at most. 512 leave 128 registers a thread. With 8 pieces, whose weight and bias are
-// fetched late, 64 are enough, except for a cluster's sums and a shift's granules.
-template <int kPieces, Rows16 kRows> constexpr int kForwardThreads = kPieces == 8 && kRows == Rows16::kWhole ? 1024 : 512;
+// fetched late, 64 are enough, except for a cluster's sums and a shift's granules, and except from compute
+// capability 10.0 on, where the compiler spills (plan() knows).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kWideBlocksFit = false;
+#else
+constexpr bool kWideBlocksFit = true;
+#endif
+template <int kPieces, Rows16 kRows>
+constexpr int kForwardThreads = kPieces == 8 && kRows == Rows16::kWhole && kWideBlocksFit ? 1024 : 512;
 
 // Elements of shared memory that a kShifted row's output takes, with the granule that a shift reads ahead.
 template <typename Elem>

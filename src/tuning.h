@@ -51,12 +51,14 @@ inline int64_t group_of(int64_t wanted) {
   return threads;
 }
 
-inline Plan plan(int64_t cols, int element_bytes, bool has_clusters) {
+// has_clusters: compute capability 9.0 and later. wide_blocks: before 10.0, see kWideBlocksFit.
+inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_blocks) {
   const bool shifted = cols * element_bytes % 16 != 0;
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
     if (row_pieces > row.max_row) continue;
+    const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
       return 1.0 - static_cast<double>(row_pieces) / std::max<int64_t>(group_of((row_pieces + pieces - 1) / pieces) * pieces, 1);
     };
@@ -64,7 +66,7 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters) {
     out.pieces = row.pieces[0];
     if (row.pieces[1] != 0 && idle(out.pieces) > 0.125 && idle(row.pieces[1]) < idle(out.pieces)) out.pieces = row.pieces[1];
     const int64_t wanted = (row_pieces + out.pieces - 1) / out.pieces;
-    while (wanted > static_cast<int64_t>(out.cluster) * row.max_threads) out.cluster *= 2;
+    while (wanted > static_cast<int64_t>(out.cluster) * max_threads) out.cluster *= 2;
     if (out.cluster > 1) out.threads = static_cast<int32_t>(round_up((wanted + out.cluster - 1) / out.cluster, 32));
     else out.threads = static_cast<int32_t>(group_of(std::max({wanted, tail, int64_t{1}})));
     // Shifted rows have no clusters, and only half as many threads a block.
