@@ -4,6 +4,7 @@ import pytest
 import torch
 from norm_support import CALLS, FWD, OP, assert_norm_matches_float64, each, norm_inputs
 from reference import same_bits
+from shared import counting_backend
 
 import fastln
 
@@ -89,17 +90,6 @@ def test_case_47_padded_strides_reach_the_op(compiler, device):
 
 
 # ---------------------------------------------------------------------------------- dynamic shapes
-
-
-def counting_backend():
-    """A backend that runs the graph as it is and a list with one entry for each graph it was given."""
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    return backend, graphs
 
 
 def results(call, sample):

@@ -2,13 +2,13 @@
 F.layer_norm."""
 
 import inspect
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from norm_support import CALLS, ELEMENTS, FWD, OP, assert_norm_matches_float64, each, norm_inputs
 from reference import same_bits
+from shared import wrong_results_of_two_threads
 
 import fastln
 
@@ -207,17 +207,4 @@ def test_weight_and_bias_may_be_one_tensor_and_the_input_itself(device):
 
 def test_two_threads_calling_at_once_get_their_own_results(device):
     samples = [norm_inputs(torch.float32, device, (64, 257), seed=seed) for seed in range(2)]
-    expected = [fastln.layer_norm(*sample) for sample in samples]
-    start = threading.Barrier(2)
-    wrong = [None, None]
-
-    def work(i):
-        start.wait()
-        wrong[i] = sum(not same_bits(fastln.layer_norm(*samples[i]), expected[i]) for _ in range(20))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [0, 0]
+    assert wrong_results_of_two_threads(fastln.layer_norm, samples) == [0, 0]

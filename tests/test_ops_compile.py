@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from reference import assert_matches_float64, same_bits, sample_inputs
+from shared import counting_backend
 
 
 def opcheck_samples(kernel, device):
@@ -72,17 +73,6 @@ def test_compiled_code_takes_every_layout(kernel, backend, device, fresh_compile
     )
     for layout in (x.t(), x[::2], x[:1].expand(5, 8), x.view(2, 2, 2, 8).permute(1, 2, 0, 3)):
         assert same_bits(compiled(layout), kernel.op(layout, weight, bias).flatten() * 2)
-
-
-def counting_backend():
-    """A backend that runs the graph as it is and a list with one entry for each graph it was given."""
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    return backend, graphs
 
 
 def test_case_45_any_number_of_rows_takes_at_most_two_compiles(kernel, device, fresh_compiler):

@@ -1,11 +1,11 @@
 """The values of the eight ops: against float64, over every size, parameter form, eps and overload."""
 
 import itertools
-import threading
 
 import pytest
 import torch
 from reference import COLS, EPS, Sample, assert_matches_float64, call_out, same_bits, sample_inputs
+from shared import wrong_results_of_two_threads
 
 ROWS = (0, 1, 2, 5, 128)
 PARAMETER = (None, "element", "float32")
@@ -144,20 +144,7 @@ def test_out_may_be_the_input_itself(kernel, cols, device):
 
 def test_two_threads_calling_at_once_get_their_own_results(kernel, device):
     samples = [sample_inputs(kernel, device, (64, 257), seed=seed) for seed in range(2)]
-    expected = [kernel.op(*sample) for sample in samples]
-    start = threading.Barrier(2)
-    wrong = [None, None]
-
-    def work(i):
-        start.wait()
-        wrong[i] = sum(not same_bits(kernel.op(*samples[i]), expected[i]) for _ in range(20))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [0, 0]
+    assert wrong_results_of_two_threads(kernel.op, samples) == [0, 0]
 
 
 def test_a_row_on_the_cpu_does_not_depend_on_the_number_of_threads(kernel):
