@@ -10,7 +10,20 @@ speed of memory; ``torch.ops.fastln.layer_norm`` is the op beneath it.
 from fastln import _named  # noqa: F401  (registers the fakes and autograd of the named ops)
 from fastln._library import KERNELS, Kernel, build_info
 from fastln._norm import Plan, layer_norm, plan
+from fastln.modules import Conversion, LayerNorm, Skipped, convert
 
-__all__ = ["KERNELS", "Kernel", "Plan", "__version__", "build_info", "layer_norm", "plan"]
+__all__ = [
+    "KERNELS",
+    "Conversion",
+    "Kernel",
+    "LayerNorm",
+    "Plan",
+    "Skipped",
+    "__version__",
+    "build_info",
+    "convert",
+    "layer_norm",
+    "plan",
+]
 
 __version__: str = build_info()["version"]
