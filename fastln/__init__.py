@@ -11,18 +11,22 @@ from fastln import _named  # noqa: F401  (registers the fakes and autograd of th
 from fastln._library import KERNELS, Kernel, build_info
 from fastln._norm import Plan, layer_norm, plan
 from fastln.modules import Conversion, LayerNorm, Skipped, convert
+from fastln.override import Override, override, overriding
 
 __all__ = [
     "KERNELS",
     "Conversion",
     "Kernel",
     "LayerNorm",
+    "Override",
     "Plan",
     "Skipped",
     "__version__",
     "build_info",
     "convert",
     "layer_norm",
+    "override",
+    "overriding",
     "plan",
 ]
 

@@ -28,11 +28,14 @@ class LayerNorm(nn.LayerNorm):
 
     The input is ``[..., *normalized_shape]`` of a floating dtype, which need not be that of the parameters. The
     output has the input's shape and dtype; under ``torch.autocast`` on CUDA it is float32, as that of
-    ``nn.LayerNorm`` is. dtypes, limits, errors and streams are those of :func:`fastln.layer_norm`.
+    ``nn.LayerNorm`` is. dtypes, limits, errors and streams are those of :func:`fastln.layer_norm`. Nested tensors and
+    TorchScript get torch's own layer norm.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         if jit.is_scripting() or jit.is_tracing():  # TorchScript sees this branch alone, so it needs no fastln
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        if input.is_nested:  # torch has its own way with these
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -124,7 +127,8 @@ def convert(model: nn.Module, also: Sequence[type[nn.LayerNorm]] = ()) -> Conver
         TypeError: ``model`` is no module, or something in ``also`` no subclass of ``nn.LayerNorm``.
 
     A subclass with a ``forward`` of its own, or a module on which one was set, is skipped with a warning. A subclass
-    without one becomes a class that is still a subclass of it, and of :class:`LayerNorm` too.
+    without one becomes a class that is still a subclass of it, and of :class:`LayerNorm` too. A model that has run
+    compiled keeps its graphs until ``torch.compiler.reset()``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastln.convert: expected an nn.Module, got {type(model).__qualname__}")

@@ -121,6 +121,18 @@ def test_torchscript_gets_layer_norm_of_torch(translate):
     assert "fastln::" not in str(scripted.inlined_graph)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_get_layer_norm_of_torch(layout, device):
+    stock, ours = pair(8, device)
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout, device=device)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            got, expected = ours(nested), stock(nested)
+        assert got.is_nested
+        assert all(torch.equal(a, b) for a, b in zip(got.unbind(), expected.unbind(), strict=True))
+
+
 def test_a_module_costs_one_op_without_grad(device):
     """Nothing is converted or copied on the way."""
     with torch.no_grad(), torch.profiler.profile() as profile:
