@@ -50,7 +50,7 @@ class Skipped(NamedTuple):
     path: str
     """Where it is in the model, as ``named_modules`` has it; ``""`` for the model itself."""
     kind: str
-    """Name of its class."""
+    """Its class, as in ``timm.layers.norm.LayerNorm``."""
     reason: str
     """Why it was left."""
 
@@ -71,9 +71,9 @@ class Conversion:
             if not isinstance(module, nn.LayerNorm) or isinstance(module, LayerNorm):
                 continue
             if "forward" in vars(module):
-                self.skipped.append(Skipped(path, before.__qualname__, _PATCHED))
+                self.skipped.append(Skipped(path, _name(before), _PATCHED))
             elif before.forward is not nn.LayerNorm.forward and before not in also:
-                self.skipped.append(Skipped(path, before.__qualname__, _OWN_FORWARD))
+                self.skipped.append(Skipped(path, _name(before), _OWN_FORWARD))
             else:
                 after = LayerNorm if before is nn.LayerNorm else _converted(before)
                 module.__class__ = after
@@ -144,6 +144,10 @@ def convert(model: nn.Module, also: Sequence[type[nn.LayerNorm]] = ()) -> Conver
             stacklevel=2,
         )
     return conversion
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _place(path: str) -> str:
