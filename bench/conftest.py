@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ if BENCH not in sys.path:
 
 try:
     import torch
+    from harness import driver_version
 
     from fastln import report
 except ImportError as error:
@@ -58,12 +58,3 @@ def peer_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def driver_version() -> str:
-    """The version of the NVIDIA driver, which torch does not know."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()[0]
-    except (OSError, subprocess.TimeoutExpired, IndexError):
-        return "unknown"

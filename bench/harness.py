@@ -1,7 +1,8 @@
-"""How the benchmark makes pytest-benchmark record device seconds."""
+"""How the benchmark makes pytest-benchmark record device seconds, and what torch does not know of the machine."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 
 from fastln import _timing
@@ -39,3 +40,12 @@ def record_device_time(benchmark, call: _timing.Call, rotation: Sequence[_timing
         benchmark.extra_info |= {"inputs": len(rotation), "calls_in_a_replay": timer.calls}
         benchmark.pedantic(CLOCK.replay, args=(timer,), rounds=_timing.REPLAYS, warmup_rounds=_timing.WARM_UP)
     return benchmark.stats.stats.median if benchmark.enabled else None
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver, which torch does not know."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()[0]
+    except (OSError, subprocess.TimeoutExpired, IndexError):
+        return "unknown"

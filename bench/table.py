@@ -5,22 +5,29 @@ python bench/table.py bench/results/layer_norm.json --into README.md       put t
 
 A section NAME goes between the lines ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. The named ops make
 the section ``bench``; layer_norm makes ``layer_norm`` (summary and every cell), ``layer_norm_short`` (the
-float16 cells that have a target) and ``layer_norm_summary`` (the summary alone).
+float16 cells that have a target) and ``layer_norm_summary`` (the summary alone). bench/models.py makes ``models``
+and ``host``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import figures
+import models_table
 import named_table
 import norm_table
 
 
 def sections(path: Path) -> dict[str, str]:
     """The text of each section that the results have figures for."""
+    document = json.loads(path.read_text())
+    if document.get("suite") == "models":
+        found = {"models": models_table.document(document)} if document["models"] else {}
+        return found | ({"host": models_table.host_document(document)} if document["host"] else {})
     machine, rows = figures.load(path)
     named, norm = ([row for row in rows if row["suite"] == suite] for suite in ("named", "layer_norm"))
     found = {}
