@@ -25,7 +25,7 @@ def sections(path: Path) -> dict[str, str]:
     named, norm = ([row for row in rows if row["suite"] == suite] for suite in ("named", "layer_norm"))
     found = {}
     if named:
-        found["bench"] = f"{figures.caption(machine)}\n\n{named_table.document(named)}"
+        found["bench"] = f"{figures.caption(machine, figures.COPY)}\n\n{named_table.document(named)}"
     if norm:
         found["layer_norm"] = norm_table.document(machine, norm)
         found["layer_norm_short"] = norm_table.short_document(machine, norm)
