@@ -1,9 +1,10 @@
-"""A picture of the benchmark: GB/s against columns, with the copy as the line to reach.
+"""A picture of the benchmark: GB/s against columns, with the floor as the line to reach.
 
 python bench/plot.py bench/results/h200.json docs/forward.svg                 the named ops
 python bench/plot.py bench/results/layer_norm.json docs/layer_norm.svg        fastln.layer_norm
+python bench/plot.py bench/results/backward.json docs/layer_norm_backward.svg  its backward
 
-The results say which of the two it is; --suite chooses where they hold both.
+The results say which of these it is; --suite chooses where they hold several.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import matplotlib.pyplot as plt
 import named_table
 
 ROWS = 4096
+DTYPES = ("float16", "bfloat16", "float32")  # the order of the panels
 
 #: Greys and dashes for what is compared with; the ops take the colours below in the order of the list of kernels.
 REFERENCES = {
     "copy": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "copy (floor)"},
+    "torch.add": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "x+dy→dx (floor)"},
     "F.layer_norm": {"color": "0.35", "marker": "s", "label": "F.layer_norm"},
     "naive": {"color": "0.65", "marker": "v", "label": "naive"},
     "torch.compile": {"color": "0.5", "marker": "^", "label": "torch.compile"},
     "Liger": {"color": "0.65", "marker": "v", "label": "Liger"},
 }
+LABELS = {"fastln.layer_norm_bwd": "fastln"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinct without colour vision
 MARKERS = "oD^XPh"
 
@@ -52,14 +56,19 @@ def layer_norm(rows: list[dict]) -> tuple[str, list[dict]]:
     return "fastln.layer_norm, inputs of 64 to 128 MiB", [r for r in rows if "sweep" in r["groups"]]
 
 
-SUITES = {"named": named, "layer_norm": layer_norm}
+def backward(rows: list[dict]) -> tuple[str, list[dict]]:
+    """Title and rows of the picture of the backward: its sweep."""
+    return "Backward of fastln.layer_norm, inputs of 64 to 128 MiB", [r for r in rows if "sweep" in r["groups"]]
+
+
+SUITES = {"named": named, "layer_norm": layer_norm, "backward": backward}
 
 
 def draw(machine: dict, rows: list[dict], suite: str, target: Path) -> None:
     title, rows = SUITES[suite]([row for row in rows if row["suite"] == suite])
     if not rows:
         raise SystemExit(f"the results hold nothing to draw for {suite}")
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
     plt.rcParams.update(STYLE)
     figure, axes = plt.subplots(1, len(dtypes), figsize=(4.6 * len(dtypes), 4.2), sharey=True, squeeze=False)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
@@ -86,7 +95,7 @@ def panel(axis, rows: list[dict], dtype: str) -> None:
             style = {
                 "color": COLOURS[ops % 6],
                 "marker": MARKERS[ops % 6],
-                "label": named_table.short(name),
+                "label": LABELS.get(name, named_table.short(name)),
                 "zorder": 3,
             }
             ops += 1
