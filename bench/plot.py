@@ -1,8 +1,9 @@
-"""A picture of the benchmark: GB/s against columns, with the floor as the line to reach.
+"""A picture of the benchmark: GB/s against columns, with the floor as the line to reach; or of training: losses.
 
 python bench/plot.py bench/results/h200.json docs/forward.svg                 the named ops
 python bench/plot.py bench/results/layer_norm.json docs/layer_norm.svg        fastln.layer_norm
 python bench/plot.py bench/results/backward.json docs/layer_norm_backward.svg  its backward
+python bench/plot.py bench/results/training.json docs/training.svg             losses of training runs
 
 The results say which of these it is; --suite chooses where they hold several.
 """
@@ -64,22 +65,31 @@ def backward(rows: list[dict]) -> tuple[str, list[dict]]:
 SUITES = {"named": named, "layer_norm": layer_norm, "backward": backward}
 
 
-def draw(machine: dict, rows: list[dict], suite: str, target: Path) -> None:
-    title, rows = SUITES[suite]([row for row in rows if row["suite"] == suite])
-    if not rows:
-        raise SystemExit(f"the results hold nothing to draw for {suite}")
-    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
-    plt.rcParams.update(STYLE)
+def draw(machine: dict, rows: list[dict], suite: str):
+    """The figure of a suite: a panel for each dtype."""
+    title, rows = SUITES[suite](rows)
+    dtypes = dtypes_of(rows)
     figure, axes = plt.subplots(1, len(dtypes), figsize=(4.6 * len(dtypes), 4.2), sharey=True, squeeze=False)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
         panel(axis, [r for r in rows if r["dtype"] == dtype], dtype)
     axes[0][0].set_ylabel("GB/s, cold")
     axes[0][0].set_ylim(0, 1.05 * max(row["gb_per_second"] for row in rows))  # of all panels
-    gpu, torch = machine["gpu"]["name"], machine["torch"]
-    figure.suptitle(f"{title} on {gpu} (torch {torch}, fastln {machine['fastln']})", fontsize=10)
+    finish(figure, title, machine)
+    return figure
+
+
+def finish(figure, title: str, machine: dict) -> None:
+    name, torch = machine.get("gpu", {"name": "a CPU"})["name"], machine["torch"]
+    figure.suptitle(f"{title} on {name} (torch {torch}, fastln {machine['fastln']})", fontsize=10)
     figure.tight_layout()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=160, metadata={"Date": None} if target.suffix == ".svg" else None)
+
+
+def dtypes_of(rows: list[dict]) -> list[str]:
+    """Those that there are, in the order of the panels."""
+    found = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    if not found:
+        raise SystemExit("the results hold nothing to draw for this suite")
+    return found
 
 
 def panel(axis, rows: list[dict], dtype: str) -> None:
@@ -118,16 +128,46 @@ def cols_text(cols: int) -> str:
     return str(cols) if cols < 10000 else f"{cols // 1024}k"
 
 
+def draw_training(machine: dict, rows: list[dict]):
+    """The figure of the training runs: losses, and below them how far each run is from the first."""
+    dtypes = dtypes_of(rows)
+    figure, axes = plt.subplots(2, len(dtypes), figsize=(4.6 * len(dtypes), 5.4), sharex=True, squeeze=False)
+    for (above, below), dtype in zip(axes.T, dtypes, strict=True):
+        reference, *others = (row for row in rows if row["dtype"] == dtype)
+        steps = range(1, len(reference["losses"]) + 1)
+        above.plot(steps, reference["losses"], color="0.75", linewidth=4, label=reference["name"])
+        for i, row in enumerate(others):
+            style = {"color": COLOURS[i], "linewidth": 1.2, "linestyle": ("-", "--")[i % 2], "label": row["name"]}
+            above.plot(steps, row["losses"], **style)
+            differences = [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True)]
+            below.plot(steps, differences, **style)
+        below.set_yscale("symlog", linthresh=1e-7)
+        below.set_ylim(bottom=0)
+        below.set_xlabel("step")
+        above.set_title(dtype, fontsize=9)
+        above.legend(fontsize=8, frameon=False)
+    axes[0][0].set_ylabel("loss")
+    axes[1][0].set_ylabel(f"|loss - loss with {reference['name']}|")
+    finish(figure, "Training a small transformer", machine)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON that `pytest bench --benchmark-json=FILE` wrote")
+    parser.add_argument("results", type=Path, help="JSON that the benchmark or train_curve.py wrote")
     parser.add_argument("picture", type=Path, help="file to write, .svg or .png")
-    parser.add_argument("--suite", choices=SUITES, help="default: what the results begin with")
+    parser.add_argument("--suite", choices=(*SUITES, "training"), help="default: what the results begin with")
     options = parser.parse_args()
     machine, rows = figures.load(options.results)
     if not rows:
         parser.error(f"{options.results} holds no measurements")
-    draw(machine, rows, options.suite or rows[0]["suite"], options.picture)
+    suite = options.suite or rows[0]["suite"]
+    rows = [row for row in rows if row["suite"] == suite]
+    plt.rcParams.update(STYLE)
+    figure = draw_training(machine, rows) if suite == "training" else draw(machine, rows, suite)
+    target = options.picture
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=160, metadata={"Date": None} if target.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

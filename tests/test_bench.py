@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic: its cells, what it calls right, and the tables made of its results."""
+"""The benchmark's own arithmetic: its cells, what it calls right, the tables made of its results, and training runs."""
 
 import math
 from pathlib import Path
@@ -256,3 +256,49 @@ def test_table_fills_the_section_between_its_markers_and_nothing_else(tmp_path):
     assert page.read_text() == "above\n<!-- backward:begin -->\nnew\n<!-- backward:end -->\nbelow\n"
     with pytest.raises(SystemExit, match="none of the lines"):
         table.insert({"layer_norm": "new"}, page)
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@pytest.fixture
+def tiny():
+    """A model, and batches of random bytes, that train in a second."""
+    import train_curve
+
+    size = train_curve.Size(width=32, layers=1, heads=2, context=16, batch=4, steps=5)
+    torch.manual_seed(0)
+    return size, train_curve.batches(torch.randint(256, (1000,), dtype=torch.uint8), size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_lie_on_those_of_nn_layer_norm(tiny, dtype, device):
+    import train_curve
+
+    runs = train_curve.compare(dtype, *tiny, device)
+    assert [run["name"] for run in runs] == ["nn.LayerNorm", "fastln", "float64"]
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    assert all(run["largest_difference"] < limit for run in runs)
+    assert all(len(run["losses"]) == 5 and run["losses"][-1] < run["losses"][0] for run in runs)
+
+
+def test_a_wrong_layer_norm_leaves_the_curve(tiny, monkeypatch):
+    import train_curve
+
+    class Forgetful(torch.nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    monkeypatch.setattr(train_curve, "NORMS", train_curve.NORMS | {"fastln": Forgetful})
+    run = train_curve.compare(torch.float32, *tiny, torch.device("cpu"))[1]
+    assert run["largest_difference"] > 1e-3
+
+
+def test_training_table_has_a_line_for_each_run():
+    import training_table
+
+    model = {"layers": 1, "width": 2, "steps": 3, "batch": 4, "context": 5}
+    row = {"name": "fastln", "dtype": "float32", "losses": [5.0, 4.0], "largest_difference": 1.234e-5}
+    row |= {"seconds": 0.012345, "peak_bytes": 3 << 19}
+    text = training_table.document({"model": model}, [row])
+    assert line_with(text, "float32 `fastln`")[1:] == ["5.0000", "4.0000", "1.23e-05", "12.35", "1.5"]
