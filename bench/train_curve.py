@@ -135,6 +135,8 @@ def standard_library() -> Tensor:
         text += path.read_bytes()
         if len(text) >= TEXT_BYTES:
             break
+    if len(text) < TEXT_BYTES // 2:
+        raise SystemExit(f"this Python has only {len(text)} bytes of its standard library's source: too few")
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
