@@ -1,4 +1,4 @@
-"""What ``fastln::layer_norm`` needs in Python: the function that models call, fakes, and autograd."""
+"""What ``fastln::layer_norm`` needs in Python: the function that models call, its plans, and autograd."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fastln._forward_ad import in_dual_level
 from fastln._library import library
+from fastln._norm_fakes import FLOATING, check, stats_dtype
 from fastln._refuse import dtype_name, refuse
-
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _op = torch.ops.fastln.layer_norm.default
 _twin = torch.ops.fastln._layer_norm.default  # the same kernels, without autograd
@@ -99,7 +98,7 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True, w
     """
     if cols < 1:
         raise ValueError(f"fastln.plan: expected cols of at least 1, got {cols}")
-    if dtype not in _FLOATING:
+    if dtype not in FLOATING:
         raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
     values = (ctypes.c_int32 * 3)()
     library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, clusters, wide_blocks, values)
@@ -139,68 +138,19 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
     return cluster == 1 and pieces in (2, 3, 4, 8) and (whole_warps or threads in (1, 2, 4, 8, 16))
 
 
-# ---------------------------------------------------------------------------------------------- fakes
-
-
-def _check_affine(what: str, tensor: Tensor | None, input: Tensor, shape: Sequence[int]) -> None:
-    if tensor is None:
-        return
-    if list(tensor.shape) != list(shape):
-        refuse("layer_norm", f"expected {what} of shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype not in _FLOATING:
-        wanted = "float16, bfloat16, float32 or float64"
-        refuse("layer_norm", f"expected {what} of dtype {wanted}, got {dtype_name(tensor.dtype)}")
-    if tensor.device != input.device:
-        refuse("layer_norm", f"expected {what} on {input.device}, got {tensor.device}")
-
-
-def _check(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> None:
-    if input.dtype not in _FLOATING:
-        wanted = "float16, bfloat16, float32 or float64"
-        refuse("layer_norm", f"expected input of dtype {wanted}, got {dtype_name(input.dtype)}")
-    if len(shape) == 0:
-        refuse("layer_norm", "expected normalized_shape of at least 1 dimension, got []")
-    if input.dim() < len(shape) or list(input.shape[-len(shape) :]) != list(shape):
-        wanted = f"expected input whose last dimensions are normalized_shape {list(shape)}"
-        refuse("layer_norm", f"{wanted}, got shape {list(input.shape)}")
-    _check_affine("weight", weight, input, shape)
-    _check_affine("bias", bias, input, shape)
-
-
-@torch.library.register_fake("fastln::layer_norm")
-def _fake(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-    _check(input, normalized_shape, weight, bias)
-    return input.new_empty(input.shape)
-
-
-torch.library.register_fake("fastln::_layer_norm", _fake)
-
-
-@torch.library.register_fake("fastln::layer_norm_fwd")
-def _fake_fwd(input, normalized_shape, weight, bias, eps):
-    _check(input, normalized_shape, weight, bias)
-    stats = [*input.shape[: input.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
-    stats_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return (
-        input.new_empty(input.shape),
-        input.new_empty(stats, dtype=stats_dtype),
-        input.new_empty(stats, dtype=stats_dtype),
-    )
-
-
 # ------------------------------------------------------------------------------------------- autograd
 
 
 def _through_aten(input, normalized_shape, weight, bias, eps):
     """aten's layer norm, with its derivatives, for every mixture of dtypes that we take."""
-    _check(input, normalized_shape, weight, bias)
+    check(input, normalized_shape, weight, bias)
     if weight is None and bias is not None:
         # Without a weight, aten's second derivative by the bias is zero, which it should not be.
-        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        wide = stats_dtype(input)
         return (torch.layer_norm(input.to(wide), normalized_shape, None, None, eps) + bias.to(wide)).to(input.dtype)
     if len({t.dtype for t in (input, weight, bias) if t is not None}) == 1:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    wide = stats_dtype(input)
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
     return torch.layer_norm(input.to(wide), normalized_shape, weight, bias, eps).to(input.dtype)
 
@@ -235,6 +185,17 @@ def _fwd_autograd(input, normalized_shape, weight, bias, eps):
 
 
 _registrations.impl("layer_norm_fwd", _fwd_autograd, "Autograd")
+
+
+def _bwd_autograd(*args):
+    needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if needs_grad or in_dual_level():
+        refuse("layer_norm_bwd", "expected no argument to need a derivative, got one that does")
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.fastln.layer_norm_bwd.default(*args)
+
+
+_registrations.impl("layer_norm_bwd", _bwd_autograd, "Autograd")
 _registrations.impl("_layer_norm_with_grad", _autograd, "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.
