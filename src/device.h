@@ -5,11 +5,16 @@
 
 namespace fastln {
 
+constexpr int kMaxDevices = 128;
+
 struct DeviceFacts {
+  int index = 0;
   int major = 0;  // compute capability
   int minor = 0;
   int sms = 0;
   int64_t l2_bytes = 0;
+  int64_t shared_bytes_sm = 0;     // of shared memory, a multiprocessor
+  int64_t shared_bytes_block = 0;  // and a block, at most
   bool supported = false;  // arch_is_supported(major, minor)
 };
 
