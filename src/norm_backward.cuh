@@ -9,7 +9,8 @@
 // on the shape, the dtype and the GPU alone, so all bits are the same in every run.
 //
 // A handful of rows takes one launch instead: blocks past p.row_blocks compute dweight and dbias of a slice of
-// columns from all rows, as the statistics are known and nothing has to wait for another block.
+// columns from all rows, as the statistics are known and nothing has to wait for another block. (Beside clusters and
+// slices they are a launch of their own, sum_all_columns().)
 //
 // The bits of a row of dx depend on its values, the columns, the dtype and the weight alone.
 #pragma once
@@ -231,6 +232,14 @@ __device__ void sum_columns(const BackwardLaunch& p, int64_t block, AccOf<Elem>*
     const int64_t at = block * kCols + item % kCols;
     if (out && at < p.cols) store_one(out + at, sum);
   }
+}
+
+// The same in a launch of its own, where the blocks of norm_backward() would hold more shared memory than this needs.
+template <typename Elem, typename Param, bool kWhole>
+__global__ void __launch_bounds__(kBackwardThreads) sum_all_columns(const BackwardLaunch p) {
+  extern __shared__ uint4 dynamic_shared[];
+  wait_for_previous_kernel();
+  sum_columns<Elem, Param, kWhole>(p, blockIdx.x, reinterpret_cast<AccOf<Elem>*>(dynamic_shared));
 }
 
 // --------------------------------------------------------------------------------------------- rows
@@ -643,6 +652,7 @@ __global__ void __launch_bounds__(kBackwardThreads) sum_chunks(const BackwardLau
   const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;
   const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
   const Param* weight = static_cast<const Param*>(p.weight);
+  wait_for_previous_kernel();
   const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
   Acc g_sum = 0, gx_sum = 0;
 #pragma unroll 4
@@ -662,6 +672,7 @@ __global__ void __launch_bounds__(kBackwardThreads) sum_chunks(const BackwardLau
 template <typename Acc>
 __global__ void average_chunks(const Acc* sums, int64_t rows, int64_t chunks, double per_col, Acc* averages) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+  wait_for_previous_kernel();
   if (row >= rows) return;
   Acc a = 0, b = 0;
   for (int64_t chunk = threadIdx.x % kWarp; chunk < chunks; chunk += kWarp) {

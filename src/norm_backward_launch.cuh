@@ -65,6 +65,7 @@ bool grads_are_whole(const NormGrads& p) {
   return whole(p.x, p.x_stride) && whole(p.dy, p.dy_stride) && p.cols % kAccess == 0;
 }
 
+// For kernels that call wait_for_previous_kernel() before they touch memory.
 template <typename... Args>
 cudaError_t launch(void (*kernel)(Args...), dim3 grid, dim3 block, int64_t shared_bytes, int cluster, const DeviceFacts& device,
                    cudaStream_t stream, std::type_identity_t<Args>... args) {
@@ -168,8 +169,17 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   }
   const int64_t column_blocks =
       plan.direct && wants_params ? (p.cols + kColumnPieces * kAccess - 1) / (kColumnPieces * kAccess) : 0;
-  const int64_t all_blocks = (p.row_blocks + column_blocks + plan.cluster - 1) / plan.cluster * plan.cluster;
-  err = launch(kernel, static_cast<unsigned>(all_blocks), plan.block, shared_bytes, plan.cluster, device, stream, p);
+  if (plan.direct && (plan.cluster > 1 || sliced)) {
+    if (column_blocks > 0) {
+      const int block = 128;
+      err = launch(shifted ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>,
+                   static_cast<unsigned>(column_blocks), block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device, stream, p);
+    }
+    if (err == cudaSuccess && p.dx)
+      err = launch(kernel, static_cast<unsigned>(p.row_blocks), plan.block, shared_bytes, plan.cluster, device, stream, p);
+    return err;
+  }
+  err = launch(kernel, static_cast<unsigned>(p.row_blocks + column_blocks), plan.block, shared_bytes, plan.cluster, device, stream, p);
   if (err != cudaSuccess || !p.partial) return err;
   // As many columns a block as leave about a block a multiprocessor.
   constexpr int64_t kRun = 16 / sizeof(Acc);
