@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastln._forward_ad import in_dual_level
+from fastln import _autograd
 from fastln._library import library
-from fastln._norm_fakes import FLOATING, check, stats_dtype
+from fastln._norm_fakes import FLOATING
 from fastln._refuse import dtype_name, refuse
+from fastln._transforms import in_derivative, in_dual_level, in_functorch, requires_grad
 
 _op = torch.ops.fastln.layer_norm.default
 _twin = torch.ops.fastln._layer_norm.default  # the same kernels, without autograd
@@ -58,8 +59,10 @@ def layer_norm(
     if torch.compiler.is_compiling():
         return _op(input, normalized_shape, weight, bias, eps)
     # What _op's Autograd kernel would find out in C++ is 2 us cheaper to know here.
-    if _needs_derivative(input, weight, bias):
-        return _through_aten(input, normalized_shape, weight, bias, eps)
+    if in_dual_level() or in_functorch():
+        return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+    if _autograd.needs_backward(input, weight, bias):
+        return _autograd.LayerNorm.apply(input, normalized_shape, weight, bias, eps)
     return _twin(input, normalized_shape, weight, bias, eps)
 
 
@@ -141,66 +144,29 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
 # ------------------------------------------------------------------------------------------- autograd
 
 
-def _through_aten(input, normalized_shape, weight, bias, eps):
-    """aten's layer norm, with its derivatives, for every mixture of dtypes that we take."""
-    check(input, normalized_shape, weight, bias)
-    if weight is None and bias is not None:
-        # Without a weight, aten's second derivative by the bias is zero, which it should not be.
-        wide = stats_dtype(input)
-        return (torch.layer_norm(input.to(wide), normalized_shape, None, None, eps) + bias.to(wide)).to(input.dtype)
-    if len({t.dtype for t in (input, weight, bias) if t is not None}) == 1:
-        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
-    wide = stats_dtype(input)
-    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
-    return torch.layer_norm(input.to(wide), normalized_shape, weight, bias, eps).to(input.dtype)
+def _without_derivative(op: str):
+    """The Autograd kernel of an op that has no derivative: it runs where none is needed, and refuses where one is."""
+    overload = getattr(torch.ops.fastln, op).default
 
+    def autograd(*args):
+        if in_derivative() or requires_grad(*(a for a in args if isinstance(a, Tensor))):
+            refuse(op, f"expected no argument of {op} to need a derivative, which layer_norm has, got one that does")
+        with _autograd.below_autograd():
+            return overload(*args)
 
-def _needs_derivative(input, weight, bias):
-    if in_dual_level():
-        return True
-    return torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
-
-
-def _autograd(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-    if _needs_derivative(input, weight, bias):
-        return _through_aten(input, normalized_shape, weight, bias, eps)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(input, normalized_shape, weight, bias, eps)
+    return autograd
 
 
 # Registrations live as long as the Library object that made them.
 _registrations = torch.library.Library("fastln", "IMPL")
 _registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
-
-
-def _fwd_autograd(input, normalized_shape, weight, bias, eps):
-    if _needs_derivative(input, weight, bias):
-        refuse("layer_norm", "expected no argument of layer_norm_fwd to need a derivative, got one that does")
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.fastln.layer_norm_fwd.default(input, normalized_shape, weight, bias, eps)
-
-
-_registrations.impl("layer_norm_fwd", _fwd_autograd, "Autograd")
-
-
-def _bwd_autograd(*args):
-    needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    if needs_grad or in_dual_level():
-        refuse("layer_norm_bwd", "expected no argument to need a derivative, got one that does")
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.fastln.layer_norm_bwd.default(*args)
-
-
-_registrations.impl("layer_norm_bwd", _bwd_autograd, "Autograd")
-_registrations.impl("_layer_norm_with_grad", _autograd, "CompositeImplicitAutograd")
+for _name in ("layer_norm_fwd", "layer_norm_bwd"):
+    _registrations.impl(_name, _without_derivative(_name), "Autograd")
+_registrations.impl("_layer_norm_with_grad", _autograd.layer_norm, "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.
-_registrations.impl("layer_norm", _autograd, "AutogradMeta")
+_registrations.impl("layer_norm", _autograd.layer_norm, "AutogradMeta")
 for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-    _op.py_impl(getattr(torch._C.DispatchKey, _key))(_autograd)
+    _op.py_impl(getattr(torch._C.DispatchKey, _key))(_autograd.layer_norm)
 
 force_plan(os.environ.get("FASTLN_PLAN", ""))

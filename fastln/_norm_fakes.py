@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastln import _library  # noqa: F401  (defines the ops)
 from fastln._refuse import dtype_name, refuse
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

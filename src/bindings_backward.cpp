@@ -138,9 +138,11 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
   const ScalarType type = stats_type(input);
   auto stats_sizes = input.sizes().vec();
   std::fill(stats_sizes.end() - shape.size(), stats_sizes.end(), 1);
-  const Tensor zero = torch::stable::new_zeros(input, stats_sizes, type);
-  const Tensor centred = torch::stable::subtract(as_contiguous(in_dtype(input, type)),
-                                                 torch::stable::reshape(mean, stats_sizes));
+  const Tensor zero = empty_contiguous(stats_sizes, type, input);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(zero.get()));
+  const bool has_sizes = std::equal(stats_sizes.begin(), stats_sizes.end(), mean.sizes().begin(), mean.sizes().end());
+  const Tensor row_means = has_sizes ? mean : torch::stable::reshape(mean, stats_sizes);
+  const Tensor centred = torch::stable::subtract(in_dtype(input, type), row_means);
   // Also in the place of bias, of which aten asks the dtype alone.
   const Tensor w = weight ? *ready(weight, type) : torch::stable::fill_(empty_contiguous(shape, type, input), 1);
   const bool wanted[] = {mask[0], mask[1], mask[2]};

@@ -4,7 +4,7 @@
 // Each op has a public name, fastln::layer_norm_X, and a private twin fastln::_layer_norm_X that holds
 // the CPU and CUDA kernels. The public name's Autograd kernel is a gate: without grad mode it goes
 // straight on to the twin, so an inference call never enters Python; with it, it goes to the Python
-// autograd of fastln/_ops.py. The stable ABI cannot redispatch below autograd, hence two names.
+// autograd of fastln/_named.py. The stable ABI cannot redispatch below autograd, hence two names.
 #include <algorithm>
 #include <cfloat>
 #include <optional>
@@ -42,6 +42,8 @@ constexpr size_t kKernelCount = std::size(kKernels);
 
 // -------------------------------------------------------------------------------------------- checks
 
+constexpr const char* kNoRule =
+    "expected no derivative by forward mode or torch.func, which this op does not have, got one";
 constexpr const char* kOutRequiresGrad = "expected no argument of the out overload to require grad, got one that does";
 constexpr const char* kOutOverlapsInput = "expected out to be input itself or not to overlap it, got a partial overlap";
 constexpr const char* kOutOverlapsWeight = "expected out not to overlap weight, got an overlap";
@@ -233,16 +235,23 @@ StableIValue go_on(size_t index, const char* overload, const Args&... args) {
                                            : call_twin(kKernels[index], overload, args...);
 }
 
+// Python returns no tensor where a derivative is to be taken that the op has no rule for.
+Tensor result(size_t index, StableIValue returned) {
+  const auto out = torch::stable::detail::to<Tensor>(returned);
+  if (!out.defined()) fail(kKernels[index].name, kNoRule);
+  return out;
+}
+
 template <size_t kIndex>
 Tensor gate(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps) {
   check(kKernels[kIndex], input, weight, bias);
-  return torch::stable::detail::to<Tensor>(go_on(kIndex, "", input, weight, bias, eps));
+  return result(kIndex, go_on(kIndex, "", input, weight, bias, eps));
 }
 
 template <size_t kIndex>
 Tensor gate_scalar(Tensor input, double weight, double bias, double eps) {
   check(kKernels[kIndex], input);
-  return torch::stable::detail::to<Tensor>(go_on(kIndex, "scalar", input, weight, bias, eps));
+  return result(kIndex, go_on(kIndex, "scalar", input, weight, bias, eps));
 }
 
 template <size_t kIndex>
