@@ -8,9 +8,30 @@ speed of memory; ``torch.ops.fastln.layer_norm`` is the op beneath it.
 """
 
 from fastln import _named  # noqa: F401  (registers the fakes and autograd of the named ops)
+from fastln._compile import CompileMode, compile_mode, set_compile_mode
 from fastln._library import KERNELS, Kernel, build_info
 from fastln._norm import Plan, layer_norm, plan
+from fastln.modules import Conversion, LayerNorm, Skipped, convert
+from fastln.override import Override, override, overriding
 
-__all__ = ["KERNELS", "Kernel", "Plan", "__version__", "build_info", "layer_norm", "plan"]
+__all__ = [
+    "KERNELS",
+    "CompileMode",
+    "Conversion",
+    "Kernel",
+    "LayerNorm",
+    "Override",
+    "Plan",
+    "Skipped",
+    "__version__",
+    "build_info",
+    "compile_mode",
+    "convert",
+    "layer_norm",
+    "override",
+    "overriding",
+    "plan",
+    "set_compile_mode",
+]
 
 __version__: str = build_info()["version"]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fastln import _autograd
+from fastln._autocast import autocast_arguments
+from fastln._compile import traced
 from fastln._library import library
 from fastln._norm_fakes import FLOATING
 from fastln._refuse import dtype_name, refuse
@@ -44,9 +46,10 @@ def layer_norm(
         eps: Added to the variance.
 
     Returns:
-        A new contiguous tensor of the input's shape and dtype. Sums, mean, variance and the final
-        multiply-add are float32 (float64 for float64 input). On CUDA values up to 1e18 in magnitude are right to
-        rounding; past that their squares overflow, and the row comes out as ``bias``.
+        A new contiguous tensor of the input's shape and dtype; under ``torch.autocast`` on CUDA it is float32, as
+        that of ``F.layer_norm`` is. Sums, mean, variance and the final multiply-add are float32 (float64 for float64
+        input). On CUDA values up to 1e18 in magnitude are right to rounding; past that their squares overflow, and
+        the row comes out as ``bias``.
 
     Raises:
         RuntimeError: A dtype, shape or device does not fit, or the GPU's compute capability is not in this
@@ -57,7 +60,9 @@ def layer_norm(
     place, stride or alignment in it. On the CPU this is aten's kernel.
     """
     if torch.compiler.is_compiling():
-        return _op(input, normalized_shape, weight, bias, eps)
+        return traced(input, normalized_shape, weight, bias, eps)
+    if torch._C._is_any_autocast_enabled():
+        input, weight, bias = autocast_arguments(input, weight, bias)
     # What _op's Autograd kernel would find out in C++ is 2 us cheaper to know here.
     if in_dual_level() or in_functorch():
         return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)

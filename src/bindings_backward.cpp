@@ -3,6 +3,7 @@
 //
 // Outputs that the mask leaves out are undefined tensors, which Python sees as None.
 #include "norm_launch.h"
+#include "norm_ops.h"
 #include "norm_tensors.h"
 
 namespace fastln {
@@ -105,6 +106,8 @@ void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const Op
   if (error) fail(kOp, "CUDA: ", error);
 }
 
+}  // namespace
+
 Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
                            OptionalTensor weight, OptionalTensor bias, std::vector<bool> mask) {
   const Call c{grad_out, input, shape, mean, rstd, weight, bias, mask};
@@ -123,6 +126,8 @@ Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> s
   return {dx ? *dx : Tensor(), dweight ? in_dtype(*dweight, c.grad_type(weight)) : Tensor(),
           dbias ? in_dtype(*dbias, c.grad_type(bias)) : Tensor()};
 }
+
+namespace {
 
 // ---------------------------------------------------------------------------------------------- CPU
 

@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "norm_launch.h"
+#include "norm_ops.h"
 #include "norm_tensors.h"
 #include "tuning.h"
 
@@ -103,6 +104,8 @@ Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor 
   return out;
 }
 
+}  // namespace
+
 Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                            double eps) {
   check_norm(kOp, input, shape, weight, bias);
@@ -117,6 +120,8 @@ Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTen
   run_cuda(input, shape.size(), weight, bias, eps, out, &mean, &rstd);
   return {out, mean, rstd};
 }
+
+namespace {
 
 // ---------------------------------------------------------------------------------------------- CPU
 

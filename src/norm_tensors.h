@@ -3,14 +3,11 @@
 #pragma once
 
 #include <algorithm>
-#include <tuple>
 #include <vector>
 
 #include "tensors.h"
 
 namespace fastln {
-
-using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 // -------------------------------------------------------------------------------------------- checks
 

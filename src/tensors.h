@@ -7,6 +7,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -25,6 +26,7 @@ namespace fastln {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using IntList = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // Texts of errors match those of the fakes in fastln/ word for word. Thrown as they are, because

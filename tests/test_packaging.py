@@ -8,18 +8,16 @@ import re
 import subprocess
 import sys
 import tarfile
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import CPU_PYTHON, ROOT, python
 from needs import missing
 
 import fastln
 
-ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = Path(fastln.__file__).with_name("libfastln.so")
-CPU_PYTHON = ROOT / ".venv-cpu" / "bin" / "python"
 
 COMPARE_WITH_TORCH = """
     import torch, torch.nn.functional as F
@@ -27,15 +25,6 @@ COMPARE_WITH_TORCH = """
     y = torch.ops.fastln.layer_norm_f32x4(x)
     torch.testing.assert_close(y, F.layer_norm(x, (320,)), rtol=1e-5, atol=1e-5)
 """
-
-
-def python(*parts, interpreter=sys.executable):
-    """What a fresh Python prints. Not from the checkout, whose fastln/ would shadow the installed package."""
-    done = subprocess.run(
-        [interpreter, "-c", "\n".join(map(textwrap.dedent, parts))], cwd="/", capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ------------------------------------------------------------------------------------------- import

@@ -1,0 +1,109 @@
+"""Who computes a layer norm inside ``torch.compile``: our op, or code that Inductor writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MODES = ("op", "inductor")
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_op = torch.ops.fastln.layer_norm.default
+
+
+class CompileMode(NamedTuple):
+    """Who computes ``fastln.layer_norm`` in a compiled graph: ``"op"`` or ``"inductor"``."""
+
+    inference: str
+    """Where nothing needs a gradient."""
+    training: str
+    """Where something does; forward and backward go together."""
+
+
+_mode = CompileMode("op", "op")
+
+
+def compile_mode() -> CompileMode:
+    """The mode in force."""
+    return _mode
+
+
+def set_compile_mode(inference: str | None = None, training: str | None = None) -> CompileMode:
+    """Chooses who computes ``fastln.layer_norm`` and ``fastln.LayerNorm`` inside ``torch.compile``.
+
+    ``"op"`` calls our kernel, which Inductor cannot fuse with its neighbours. ``"inductor"`` leaves the layer norm to
+    Inductor, as ``F.layer_norm`` is, which can. Compiled code follows a change by compiling anew; eager code,
+    ``torch.export`` and calls of ``torch.ops.fastln.layer_norm`` always run our kernel.
+
+    The environment variable ``FASTLN_COMPILE`` does the same from the start of the process, as in
+    ``FASTLN_COMPILE=inductor`` or ``FASTLN_COMPILE=inference=inductor,training=op``.
+
+    Args:
+        inference: For calls of which nothing needs a gradient; None leaves it as it is.
+        training: For the others.
+
+    Returns:
+        The mode that was in force before, to give back later: ``set_compile_mode(*before)``.
+
+    Raises:
+        ValueError: A mode is neither ``"op"`` nor ``"inductor"``.
+    """
+    global _mode
+    for name, mode in (("inference", inference), ("training", training)):
+        if mode is not None and mode not in _MODES:
+            raise ValueError(f'fastln.set_compile_mode: expected {name} to be "op" or "inductor", got {mode!r}')
+    before = _mode
+    _mode = CompileMode(inference or before.inference, training or before.training)
+    return before
+
+
+def traced(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
+    mode = _mode.training if _needs_grad(input, weight, bias) else _mode.inference
+    if mode == "op" or torch.compiler.is_exporting() or not _is_good(input, normalized_shape, weight, bias):
+        return _op(input, normalized_shape, weight, bias, eps)  # which refuses what is not good
+    dtype = input.dtype
+    if any(t is not None and t.dtype != dtype for t in (weight, bias)):  # more than F.layer_norm takes
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        input, weight, bias = input.to(wide), _to(weight, wide), _to(bias, wide)
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps).to(dtype)
+    return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if t is None else t.to(dtype)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _is_good(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> bool:
+    if len(shape) == 0 or input.dim() < len(shape) or list(input.shape[-len(shape) :]) != list(shape):
+        return False
+    return input.dtype in _FLOATING and all(
+        list(t.shape) == list(shape) and t.dtype in _FLOATING and t.device == input.device
+        for t in (weight, bias)
+        if t is not None
+    )
+
+
+def _from_environment(text: str) -> None:
+    try:
+        chosen = dict(part.split("=") for part in text.split(",")) if "=" in text else dict.fromkeys(_NAMES, text)
+        if not set(chosen) <= set(_NAMES):
+            raise ValueError
+        set_compile_mode(**chosen)
+    except ValueError:
+        wanted = '"op", "inductor" or "inference=inductor,training=op"'
+        raise ValueError(f'fastln: expected FASTLN_COMPILE to be {wanted}, got "{text}"') from None
+
+
+_NAMES = CompileMode._fields
+if "FASTLN_COMPILE" in os.environ:
+    _from_environment(os.environ["FASTLN_COMPILE"])
