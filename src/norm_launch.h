@@ -23,6 +23,17 @@ const char* norm_forward_bf16_f32(const NormRows&, const Plan&, const DeviceFact
 const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
+// The backward, likewise. `workspace` holds backward_workspace_bytes() bytes, 16-byte aligned, and may be null for
+// none. weight, dx, dweight and dbias begin at multiples of 16 bytes; dy and x may lie anywhere.
+using BackwardLauncher = const char* (*)(const NormGrads&, const DeviceFacts&, void* workspace, void* stream);
+const char* norm_backward_f16_f16(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f16_f32(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_bf16_bf16(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_bf16_f32(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f32_f32(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f64_f64(const NormGrads&, const DeviceFacts&, void*, void*);
+int64_t backward_workspace_bytes(const NormGrads&, int element_bytes, const DeviceFacts&);
+
 constexpr int64_t kChunk = 16384;  // columns of a chunk where a row is split
 inline int64_t split_chunks(int64_t cols) { return (cols + kChunk - 1) / kChunk; }
 inline int64_t split_workspace_values(int64_t rows, int64_t cols) { return 2 * rows * split_chunks(cols); }
