@@ -117,6 +117,8 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
   p.cluster = plan.cluster;
   while (1 << p.threads_log2 < plan.threads) ++p.threads_log2;
   p.per_col = 1.0 / static_cast<double>(p.cols);
+  p.per_col_f = static_cast<float>(p.per_col);
+  p.eps_f = static_cast<float>(p.eps);
   cudaError_t err = cudaErrorInvalidValue;
   if (plan.pieces == 0) {
     err = launch_split<Elem, Param>(p, workspace, s);

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_moments(const NormRows p,
                                                              int64_t chunks) {
   using Acc = AccOf<Elem>;
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
-  const BlockSum<Acc, 2, true> block(partial);
+  const BlockSum<Acc, 2> block(partial);
   const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const int64_t begin = chunk * kChunk, end = min(begin + kChunk, p.cols);
   const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
