@@ -20,8 +20,13 @@ _op = torch.ops.fastln.layer_norm.default
 _fwd = torch.ops.fastln.layer_norm_fwd.default
 _bwd = torch.ops.fastln.layer_norm_bwd.default
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Context in which an op runs its kernel, past the one that makes it differentiable."""
+
+def run(overload, *args, **kwargs):
+    """The op, past the kernel that makes it differentiable."""
+    if torch.compiler.is_dynamo_compiling():  # compiled autograd, which traces backward() and knows no such guard
+        return overload(*args, **kwargs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return overload(*args, **kwargs)
 
 
 def needs_backward(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -47,8 +52,7 @@ def layer_norm(
             return _formula.layer_norm(input, normalized_shape, weight, bias, eps)
     elif needs_backward(input, weight, bias):
         return LayerNorm.apply(input, normalized_shape, weight, bias, eps)
-    with below_autograd():
-        return _op(input, normalized_shape, weight, bias, eps)
+    return run(_op, input, normalized_shape, weight, bias, eps)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -56,7 +60,7 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, normalized_shape, weight, bias, eps):
-        with below_autograd():
+        with torch._C._AutoDispatchBelowAutograd():
             y, mean, rstd = _fwd(input, normalized_shape, weight, bias, eps)
         ctx.save_for_backward(input, mean, rstd, weight)
         ctx.normalized_shape = tuple(normalized_shape)
@@ -98,8 +102,7 @@ def gradients(
     """layer_norm_bwd, with dbias in ``bias_dtype``, where nothing differentiates it."""
     # The op asks the bias for its dtype alone, so that a weight of the same one can stand in for it.
     like_bias = weight if weight is not None and weight.dtype == bias_dtype else None
-    with below_autograd():
-        dx, dweight, dbias = _bwd(grad_out, input, normalized_shape, mean, rstd, weight, like_bias, mask)
+    dx, dweight, dbias = run(_bwd, grad_out, input, normalized_shape, mean, rstd, weight, like_bias, mask)
     if like_bias is None and dbias is not None and dbias.dtype != bias_dtype:
         dbias = dbias.to(bias_dtype)
     return dx, dweight, dbias

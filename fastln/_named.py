@@ -127,7 +127,7 @@ class _Named(torch.autograd.Function):
         ctx.scalar = weight if is_scalar else None
         ctx.bias_dtype = bias.dtype if isinstance(bias, Tensor) else None
         ctx.eps = eps
-        return _below_autograd(overload, input, weight, bias, eps)
+        return _autograd.run(overload, input, weight, bias, eps)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -139,14 +139,9 @@ class _Named(torch.autograd.Function):
         if _autograd.backward_is_differentiated():
             grads = _formula.gradients(grad_out, input, shape, weight, ctx.bias_dtype, ctx.eps, mask)
         else:
-            _, mean, rstd = _below_autograd(torch.ops.fastln.layer_norm_fwd.default, input, shape, None, None, ctx.eps)
+            _, mean, rstd = _autograd.run(torch.ops.fastln.layer_norm_fwd.default, input, shape, None, None, ctx.eps)
             grads = _autograd.gradients(grad_out, input, shape, mean, rstd, weight, ctx.bias_dtype, mask)
         return None, *grads, None
-
-
-def _below_autograd(overload, *args, **kwargs):
-    with _autograd.below_autograd():
-        return overload(*args, **kwargs)
 
 
 _NO_RULE = "expected no derivative by forward mode or torch.func, which this op does not have, got one"
@@ -163,7 +158,7 @@ def _differentiable(kernel, overload, input, weight, bias, eps):
         _fail(kernel, _NO_RULE)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _Named.apply(overload, input, weight, bias, eps)
-    return _below_autograd(overload, input, weight, bias, eps)
+    return _autograd.run(overload, input, weight, bias, eps)
 
 
 def _out_needs_derivative(*tensors):
@@ -184,7 +179,7 @@ def _autograd_kernels(kernel: Kernel):
     def out(input, weight=None, bias=None, eps=1e-5, *, out):
         if _out_needs_derivative(input, weight, bias, out):
             _fail(kernel, _OUT_REFUSALS[1])
-        _below_autograd(kernel.op.out, input, weight, bias, eps, out=out)
+        _autograd.run(kernel.op.out, input, weight, bias, eps, out=out)
 
     return {"default": default, "scalar": scalar, "out": out}
 

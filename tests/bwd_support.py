@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 from norm_support import FWD, Norm, dtype_id
-from reference import layer_norm_float64, ulp
+from reference import layer_norm_float64, same_bits, ulp
+
+import fastln
 
 BWD = torch.ops.fastln.layer_norm_bwd
 
@@ -140,3 +142,38 @@ def assert_gradients_match_float64(got, dy, sample, names=TENSORS):
 def describe(sample: Norm) -> str:
     tensors = zip(TENSORS, (sample.input, sample.weight, sample.bias), strict=True)
     return ", ".join(f"{name} {dtype_id(t.dtype)}{list(t.shape)}" for name, t in tensors if t is not None)
+
+
+# ------------------------------------------------------------------------------------ training steps
+
+
+def leaves(sample, *names):
+    """The sample with leaves of its own, of which those in `names` require grad."""
+    values = {name: getattr(sample, name) for name in TENSORS}
+    return sample._replace(
+        **{
+            name: value.detach().clone().requires_grad_(name in names)
+            for name, value in values.items()
+            if value is not None
+        }
+    )
+
+
+def grads(sample):
+    return [None if t is None else t.grad for t in (sample.input, sample.weight, sample.bias)]
+
+
+def all_same(got, expected):
+    return all(a is b is None or same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def block(sample, call=fastln.layer_norm):
+    """A function of x with a norm between other ops."""
+    return lambda x: call(x * 2, *sample[1:]).sin()
+
+
+def step(function, x):
+    """Gradients of a step by x, and by what else `function` holds."""
+    x = x.detach().clone().requires_grad_()
+    function(x).sum().backward()
+    return x.grad
