@@ -46,22 +46,4 @@ struct NormGrads {
   int64_t x_stride;
 };
 
-// The backward of the same rows. With xhat = (x - mean) * rstd and g = dy * weight:
-//   dx = rstd * (g - average(g) - xhat * average(g * xhat)),  dweight = sum of dy * xhat over the rows,
-//   dbias = sum of dy over the rows.
-struct NormGrads {
-  const void* dy;      // [rows, cols], element stride 1 along cols, `dy_stride` elements from row to row
-  const void* x;       // [rows, cols], likewise with `x_stride`
-  const void* mean;    // [rows] of the accumulate type
-  const void* rstd;    // [rows]
-  const void* weight;  // [cols] of the parameter type, or null for 1
-  void* dx;            // [rows, cols], contiguous, or null if not asked for
-  void* dweight;       // [cols] of the parameter type, or null
-  void* dbias;         // [cols] of the parameter type, or null
-  int64_t rows;
-  int64_t cols;
-  int64_t dy_stride;
-  int64_t x_stride;
-};
-
 }  // namespace fastln
