@@ -14,9 +14,7 @@ def _eligible(t: Tensor) -> bool:
     return t.is_cuda and t.is_floating_point() and t.dtype != torch.float64
 
 
-def _cast(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _cast(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return (
         input.float() if _eligible(input) else input,
         weight.float() if weight is not None and _eligible(weight) else weight,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastln import _autograd
 from fastln._autocast import autocast_arguments
@@ -16,10 +17,13 @@ from fastln._compile import traced
 from fastln._library import library
 from fastln._norm_fakes import FLOATING
 from fastln._refuse import dtype_name, refuse
-from fastln._transforms import in_derivative, in_dual_level, in_functorch, requires_grad
+from fastln._transforms import in_derivative, in_functorch, requires_grad
 
 _op = torch.ops.fastln.layer_norm.default
-_twin = torch.ops.fastln._layer_norm.default  # the same kernels, without autograd
+_launch = torch.ops.fastln._layer_norm.default._op  # the same kernels, without autograd
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def layer_norm(
@@ -59,16 +63,21 @@ def layer_norm(
     values, the number of columns, the dtype and the parameters alone: not on the batch, nor on the row's
     place, stride or alignment in it. On the CPU this is aten's kernel.
     """
-    if torch.compiler.is_compiling():
+    # A plain call costs little more than the op's launch: hence names bound once, and no further function but the one
+    # that launches.
+    if _is_compiling():
         return traced(input, normalized_shape, weight, bias, eps)
-    if torch._C._is_any_autocast_enabled():
+    if _is_any_autocast_enabled():
         input, weight, bias = autocast_arguments(input, weight, bias)
-    # What _op's Autograd kernel would find out in C++ is 2 us cheaper to know here.
-    if in_dual_level() or in_functorch():
+    if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says
         return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
-    if _autograd.needs_backward(input, weight, bias):
+    if _is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
         return _autograd.LayerNorm.apply(input, normalized_shape, weight, bias, eps)
-    return _twin(input, normalized_shape, weight, bias, eps)
+    return _launch(input, normalized_shape, weight, bias, eps)
 
 
 # ------------------------------------------------------------------------------------------- planning
