@@ -65,7 +65,9 @@ def traced(
 ) -> Tensor:
     """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
     mode = _mode.training if _needs_grad(input, weight, bias) else _mode.inference
-    if mode == "op" or torch.compiler.is_exporting() or not _is_good(input, normalized_shape, weight, bias):
+    # Its public reader, is_exporting(), is always true to Dynamo of torch 2.11.
+    exporting = torch.compiler._is_exporting_flag
+    if mode == "op" or exporting or not _is_good(input, normalized_shape, weight, bias):
         return _op(input, normalized_shape, weight, bias, eps)  # which refuses what is not good
     dtype = input.dtype
     if any(t is not None and t.dtype != dtype for t in (weight, bias)):  # more than F.layer_norm takes

@@ -1,5 +1,6 @@
 """Runs Python in a process of its own."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_PYTHON = ROOT / ".venv-cpu" / "bin" / "python"
 
 
-def process(*parts, interpreter=sys.executable, options=()):
+def process(*parts, interpreter=sys.executable, options=(), **environment):
     """A fresh Python that is done. Not from the checkout, whose fastln/ would shadow the installed package."""
     code = "\n".join(map(textwrap.dedent, parts))
-    return subprocess.run([interpreter, *options, "-c", code], cwd="/", capture_output=True, text=True)
+    command = [interpreter, *options, "-c", code]
+    return subprocess.run(command, cwd="/", env=os.environ | environment, capture_output=True, text=True)
 
 
 def python(*parts, **how):
