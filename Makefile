@@ -41,9 +41,10 @@ demo: $(VENV)/.installed  ## run the report (ARGS=--help shows its options)
 test: $(VENV)/.installed $(CPU_VENV)/.installed  ## run the tests (ARGS=-k name picks some)
 	@$(BIN)/pytest -p no:benchmark -n $(WORKERS) $(ARGS)
 
-lint: $(VENV)/.ready  ## check Python style and the workflow files
+lint: $(VENV)/.ready  ## check the style of the sources and the workflow files
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/clang-format --dry-run -Werror src/*
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 wheel: dist/.built  ## build the wheel into dist/

@@ -13,8 +13,7 @@ template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global) {
   if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes) : "memory");
 }
 
 // The first `bytes` (0 to 16) of 16; the rest of them become zero in shared memory.

@@ -68,7 +68,8 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);
   const bool whole_rows_only = how.cluster > 1 || how.threads > kShiftedMaxThreads;
-  if (whole_rows_only && !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
+  if (whole_rows_only &&
+      !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
     x = torch::stable::clone(as_contiguous(x));
     stride = cols;
   }
@@ -97,7 +98,8 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   if (error) fail(kOp, "CUDA: ", error);
 }
 
-Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
+Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
+                       double eps) {
   check_norm(kOp, input, shape, weight, bias);
   const Tensor out = empty_contiguous(input.sizes(), input.scalar_type(), input);
   run_cuda(input, shape.size(), weight, bias, eps, out, nullptr, nullptr);
@@ -134,7 +136,8 @@ Triple aten_layer_norm(const Tensor& input, IntList shape, const OptionalTensor&
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
-Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
+Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
+                      double eps) {
   check_norm(kOp, input, shape, weight, bias);
   const ScalarType type = param_type(input, is_own(weight, input) && is_own(bias, input));
   return std::get<0>(aten_layer_norm(input, shape, ready(weight, type), ready(bias, type), eps));
@@ -169,9 +172,10 @@ Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, Opt
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
   for (const char* name : {"layer_norm", "_layer_norm", "_layer_norm_with_grad"})
-    m.def((std::string(name) +
-           "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
-              .c_str());
+    m.def(
+        (std::string(name) +
+         "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
+            .c_str());
   m.def(
       "layer_norm_fwd(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
       " -> (Tensor, Tensor, Tensor)");
@@ -195,7 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm", TORCH_BOX(
 
 // For fastln.plan(): writes pieces, threads and cluster for rows of `cols` elements.
 extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols, int element_bytes, int has_clusters,
-                                                                  int wide_blocks, int32_t* out) {
+                                                                   int wide_blocks, int32_t* out) {
   const Plan how = plan_for(cols, element_bytes, has_clusters != 0, wide_blocks != 0);
   const int32_t values[] = {how.pieces, how.threads, how.cluster};
   std::copy(std::begin(values), std::end(values), out);

@@ -116,7 +116,7 @@ void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
     const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
     Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
     const Acc mean = block_average<false, kItems, kAccess, Acc>(p.cols, threads, partial,
-                                                              [&](int64_t col) { return static_cast<Acc>(x[col]); });
+                                                                [&](int64_t col) { return static_cast<Acc>(x[col]); });
     const Acc variance = block_average<true, kItems, kAccess, Acc>(
         p.cols, threads, partial, [&](int64_t col) { return static_cast<Acc>(x[col]) - mean; });
     const Acc rstd = reciprocal_sqrt(static_cast<Acc>(variance + eps));
@@ -129,9 +129,9 @@ void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define FASTLN_DEFINE(name, Elem, Acc, items, access)                            \
-  void cpu_layer_norm_##name(const Rows& rows, int64_t begin, int64_t end) {     \
-    normalize_rows<Elem, Acc, items, access>(rows, begin, end);                          \
+#define FASTLN_DEFINE(name, Elem, Acc, items, access)                        \
+  void cpu_layer_norm_##name(const Rows& rows, int64_t begin, int64_t end) { \
+    normalize_rows<Elem, Acc, items, access>(rows, begin, end);              \
   }
 FASTLN_KERNELS(FASTLN_DEFINE)
 #undef FASTLN_DEFINE

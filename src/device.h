@@ -15,7 +15,7 @@ struct DeviceFacts {
   int64_t l2_bytes = 0;
   int64_t shared_bytes_sm = 0;     // of shared memory, a multiprocessor
   int64_t shared_bytes_block = 0;  // and a block, at most
-  bool supported = false;  // arch_is_supported(major, minor)
+  bool supported = false;          // arch_is_supported(major, minor)
 };
 
 // Thread-safe. Throws std::runtime_error when CUDA cannot tell.

@@ -26,13 +26,12 @@
 
 namespace fastln {
 
-
 // What norm_backward() works on, next to the pointers.
 struct BackwardLaunch : NormGrads {
-  void* partial;     // [blocks of a column slice, 2, pitch] of the accumulate type: dweight, dbias; or null
-  const void* sums;  // [rows, 2] of the accumulate type: averages of g and of g * xhat; or null to compute them
-  int64_t pitch;     // columns of a partial sum, a multiple of 8
-  int64_t slice;     // columns of a row that a block (a cluster) takes: all, or those of one of several slices
+  void* partial;       // [blocks of a column slice, 2, pitch] of the accumulate type: dweight, dbias; or null
+  const void* sums;    // [rows, 2] of the accumulate type: averages of g and of g * xhat; or null to compute them
+  int64_t pitch;       // columns of a partial sum, a multiple of 8
+  int64_t slice;       // columns of a row that a block (a cluster) takes: all, or those of one of several slices
   int64_t blocks;      // that walk over the rows of a slice, side by side
   int64_t row_blocks;  // that do so in all slices; those past them sum columns
   double per_col;      // 1 / cols
@@ -138,14 +137,15 @@ struct ClusterSums {
                    "r"(static_cast<uint32_t>(blocks * 2 * sizeof(Acc)))
                    : "memory");
     if (threadIdx.x >= blocks) return;
-    const uint32_t slot = remote(&room.block[turn][rank][0], threadIdx.x), arrived = remote(&room.arrived[turn], threadIdx.x);
+    const uint32_t slot = remote(&room.block[turn][rank][0], threadIdx.x),
+                   arrived = remote(&room.arrived[turn], threadIdx.x);
     if constexpr (sizeof(Acc) == 8)
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(slot), "d"(a),
-                   "d"(b), "r"(arrived)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(slot),
+                   "d"(a), "d"(b), "r"(arrived)
                    : "memory");
     else
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(slot), "f"(a),
-                   "f"(b), "r"(arrived)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(slot),
+                   "f"(a), "f"(b), "r"(arrived)
                    : "memory");
   }
 
@@ -284,9 +284,9 @@ __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int 
   }
 }
 
-// Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that is
-// there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the compiler
-// would spill.
+// Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
+// is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
+// compiler would spill.
 template <int kPieces, GradRows kRows>
 constexpr int kRegisterThreads = kPieces <= 2 && kRows == GradRows::kWhole ? 640 : kBackwardThreads;
 
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>)) norm_backw
   const int threads = p.threads;
   const int groups = blockDim.x / threads;
   const int group = threadIdx.x / threads;
-  int t = threadIdx.x % threads, stride = threads;  // this thread's place in its group, and the group's size
+  int t = threadIdx.x % threads, stride = threads;           // this thread's place in its group, and the group's size
   int64_t block = blockIdx.x, blocks = p.blocks, begin = 0;  // begin: column of the row at which the slice does
   if (p.slice < p.cols) {
     begin = block / blocks * p.slice;
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>)) norm_backw
     }
     if constexpr (kHold) unpack(unpacked_weight[j], piece);
   }
-  const auto scale_of = [&](int j, Acc (&scale)[kAccess]) {
+  const auto scale_of = [&](int j, Acc(&scale)[kAccess]) {
 #pragma unroll
     for (int i = 0; i < kAccess; ++i) scale[i] = unpacked_weight[kHold ? j : 0][i];
     if constexpr (!kHold) unpack(scale, weight[j]);
@@ -393,7 +393,8 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>)) norm_backw
               copy_async<16>(to + i * access_bytes, granule);
             } else {
               const int64_t left = (end - granule) * static_cast<int64_t>(sizeof(Elem));
-              copy_async_part(to + i * access_bytes, left > 0 ? granule : from, static_cast<int>(max(min(left, int64_t{16}), int64_t{0})));
+              copy_async_part(to + i * access_bytes, left > 0 ? granule : from,
+                              static_cast<int>(max(min(left, int64_t{16}), int64_t{0})));
             }
           }
         } else {
@@ -437,7 +438,8 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>)) norm_backw
     if (!row.live || !inside(j)) return;
     const auto from = [&](uint32_t tensor, int offset) {
       if constexpr (!kShifted) return load_shared_vec<V>(tensor + j * access_bytes);
-      V v = shift(load_shared_vec<V>(tensor + 2 * j * access_bytes), load_shared_vec<V>(tensor + (2 * j + 1) * access_bytes), offset);
+      V v = shift(load_shared_vec<V>(tensor + 2 * j * access_bytes),
+                  load_shared_vec<V>(tensor + (2 * j + 1) * access_bytes), offset);
       if (kShifted && first + j * step + kAccess > cols) {
 #pragma unroll
         for (int i = 1; i < kAccess; ++i)
@@ -606,8 +608,8 @@ constexpr int kAddThreads = 512;
 // Adds the `count` partial sums of dweight (blockIdx.y 0) and dbias (1), in a fixed order. A thread takes 16 bytes of
 // columns, `lanes` threads (a power of two up to 32) those of a block, each from several partial sums.
 template <typename Acc, typename Param>
-__global__ void __launch_bounds__(kAddThreads) add_partials(const Acc* partial, int64_t count, int64_t pitch, int64_t cols, int lanes,
-                                                          void* dweight, void* dbias) {
+__global__ void __launch_bounds__(kAddThreads) add_partials(const Acc* partial, int64_t count, int64_t pitch,
+                                                            int64_t cols, int lanes, void* dweight, void* dbias) {
   constexpr int kRun = 16 / sizeof(Acc);
   __shared__ __align__(16) Acc shared[kAddThreads / kWarp][kWarp * kRun];
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * lanes * kRun;
@@ -644,7 +646,8 @@ __global__ void __launch_bounds__(kAddThreads) add_partials(const Acc* partial, 
 
 // sums[row][chunk]: sums of g and of g * xhat over a chunk of a row, one block each.
 template <typename Elem, typename Param>
-__global__ void __launch_bounds__(kBackwardThreads) sum_chunks(const BackwardLaunch p, AccOf<Elem>* sums, int64_t chunks) {
+__global__ void __launch_bounds__(kBackwardThreads)
+    sum_chunks(const BackwardLaunch p, AccOf<Elem>* sums, int64_t chunks) {
   using Acc = AccOf<Elem>;
   __shared__ PairRoom<Acc> room;
   const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;

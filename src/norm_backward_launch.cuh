@@ -55,20 +55,10 @@ cudaError_t find_backward(GradRows rows, int pieces, const DeviceFacts& device, 
   return cudaErrorInvalidValue;
 }
 
-// Whether rows of x, dy and dx all begin at multiples of 16 bytes.
-template <typename Elem>
-bool grads_are_whole(const NormGrads& p) {
-  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
-  const auto whole = [&](const void* q, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(q) % kMaxAccessBytes == 0 && (p.rows == 1 || stride % kAccess == 0);
-  };
-  return whole(p.x, p.x_stride) && whole(p.dy, p.dy_stride) && p.cols % kAccess == 0;
-}
-
 // For kernels that call wait_for_previous_kernel() before they touch memory.
 template <typename... Args>
-cudaError_t launch(void (*kernel)(Args...), dim3 grid, dim3 block, int64_t shared_bytes, int cluster, const DeviceFacts& device,
-                   cudaStream_t stream, std::type_identity_t<Args>... args) {
+cudaError_t launch(void (*kernel)(Args...), dim3 grid, dim3 block, int64_t shared_bytes, int cluster,
+                   const DeviceFacts& device, cudaStream_t stream, std::type_identity_t<Args>... args) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -87,7 +77,8 @@ cudaError_t launch(void (*kernel)(Args...), dim3 grid, dim3 block, int64_t share
 }
 
 // How many clusters of the plan's blocks the device holds at once, at least 1.
-inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const BackwardPlan& plan, int64_t shared_bytes, int64_t* out) {
+inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const BackwardPlan& plan, int64_t shared_bytes,
+                                     int64_t* out) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.cluster));
   config.blockDim = dim3(static_cast<unsigned>(plan.block));
@@ -105,11 +96,11 @@ inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const Backw
 }
 
 template <typename Elem, typename Param>
-cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, const DeviceFacts& device, void* workspace,
-                            cudaStream_t stream) {
+cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, const DeviceFacts& device,
+                            void* workspace, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
-  const bool shifted = !grads_are_whole<Elem>(grads);
+  const bool shifted = !grads_are_whole(grads, sizeof(Elem));
   const bool wants_params = grads.dweight || grads.dbias;
   const bool sliced = plan.pieces == 0;
   const int pieces = sliced ? kSlicePieces : plan.pieces;
@@ -132,13 +123,13 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   }
   if (sliced && p.dx) {
     const int64_t chunks = (p.cols + kSumsChunk - 1) / kSumsChunk;
-    Acc* averages = room;              // [rows, 2]
-    Acc* sums = averages + 2 * p.rows; // [rows, chunks, 2]
+    Acc* averages = room;               // [rows, 2]
+    Acc* sums = averages + 2 * p.rows;  // [rows, chunks, 2]
     err = launch(sum_chunks<Elem, Param>, static_cast<unsigned>(p.rows * chunks), kBackwardThreads, 0, 1, device,
-                             stream, p, sums, chunks);
+                 stream, p, sums, chunks);
     if (err != cudaSuccess) return err;
-    err = launch(average_chunks<Acc>, static_cast<unsigned>((p.rows + 7) / 8), 8 * kWarp, 0, 1, device, stream, sums, p.rows,
-                 chunks, p.per_col, averages);
+    err = launch(average_chunks<Acc>, static_cast<unsigned>((p.rows + 7) / 8), 8 * kWarp, 0, 1, device, stream, sums,
+                 p.rows, chunks, p.per_col, averages);
     if (err != cudaSuccess) return err;
     p.sums = averages;
   }
@@ -149,10 +140,12 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   const int64_t summed_bytes = p.partial ? int64_t{2} * plan.block * pieces * kAccess * sizeof(Acc) : 0;
   const int64_t columns_bytes = plan.direct ? int64_t{2} * plan.block * kAccess * sizeof(Acc) : 0;
   // Room for each of the resident blocks, less what the hardware keeps of it, and our own static part.
-  const int64_t room_bytes = std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
+  const int64_t room_bytes =
+      std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
   // A cluster's blocks hold two rows at once.
   const int64_t least_stages = plan.cluster > 1 ? 2 : 1, most_stages = plan.direct ? least_stages : kMaxStages;
-  p.stages = static_cast<int>(std::clamp<int64_t>((room_bytes - staged_bytes) / stage_bytes, least_stages, most_stages));
+  p.stages =
+      static_cast<int>(std::clamp<int64_t>((room_bytes - staged_bytes) / stage_bytes, least_stages, most_stages));
   const int64_t shared_bytes = std::max({p.stages * stage_bytes + staged_bytes, summed_bytes, columns_bytes});
 
   void (*kernel)(BackwardLaunch);
@@ -173,13 +166,16 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     if (column_blocks > 0) {
       const int block = 128;
       err = launch(shifted ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>,
-                   static_cast<unsigned>(column_blocks), block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device, stream, p);
+                   static_cast<unsigned>(column_blocks), block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device,
+                   stream, p);
     }
     if (err == cudaSuccess && p.dx)
-      err = launch(kernel, static_cast<unsigned>(p.row_blocks), plan.block, shared_bytes, plan.cluster, device, stream, p);
+      err = launch(kernel, static_cast<unsigned>(p.row_blocks), plan.block, shared_bytes, plan.cluster, device, stream,
+                   p);
     return err;
   }
-  err = launch(kernel, static_cast<unsigned>(p.row_blocks + column_blocks), plan.block, shared_bytes, plan.cluster, device, stream, p);
+  err = launch(kernel, static_cast<unsigned>(p.row_blocks + column_blocks), plan.block, shared_bytes, plan.cluster,
+               device, stream, p);
   if (err != cudaSuccess || !p.partial) return err;
   // As many columns a block as leave about a block a multiprocessor.
   constexpr int64_t kRun = 16 / sizeof(Acc);
@@ -196,7 +192,8 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
 template <typename Elem, typename Param>
 const char* run_backward(const NormGrads& grads, const DeviceFacts& device, void* workspace, void* stream) {
   const BackwardPlan plan = plan_backward(grads, sizeof(Elem), device);
-  const cudaError_t err = launch_backward<Elem, Param>(grads, plan, device, workspace, static_cast<cudaStream_t>(stream));
+  const cudaError_t err =
+      launch_backward<Elem, Param>(grads, plan, device, workspace, static_cast<cudaStream_t>(stream));
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again
   return cudaGetErrorString(err);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "aligned.h"
 #include "device.h"
 #include "norm_rows.h"
 #include "tuning.h"
@@ -27,7 +28,9 @@ constexpr int kMaxCluster = 8;         // the portable limit
 constexpr int cluster_pieces(int64_t element_bytes) { return element_bytes == 2 ? 2 : 4; }
 
 constexpr int kSlicePieces = 2;  // of 16 bytes a thread, where rows are cut into slices
-inline int64_t slice_cols(int64_t element_bytes) { return int64_t{kSlicePieces} * kBackwardThreads * 16 / element_bytes; }
+inline int64_t slice_cols(int64_t element_bytes) {
+  return int64_t{kSlicePieces} * kBackwardThreads * 16 / element_bytes;
+}
 
 // Columns from one partial sum to the next, so that each begins aligned.
 inline int64_t backward_pitch(int64_t cols) { return round_up(cols, 8); }
@@ -35,13 +38,20 @@ inline int64_t backward_pitch(int64_t cols) { return round_up(cols, 8); }
 // Columns that one block adds, where the sums of long rows come first.
 constexpr int64_t kSumsChunk = 16384;
 
+// Whether rows of x, dy and dx begin and end at multiples of 16 bytes.
+inline bool grads_are_whole(const NormGrads& p, int64_t element_bytes) {
+  return rows_are_aligned(p.x, p.rows, p.x_stride * element_bytes) &&
+         rows_are_aligned(p.dy, p.rows, p.dy_stride * element_bytes) && p.cols * element_bytes % kMaxAccessBytes == 0;
+}
+
 struct BackwardGrid {
   int64_t blocks;    // that walk over the rows of a slice, side by side
   int64_t slices;    // that a row is cut into
   int64_t partials;  // partial sums of dweight and dbias: one a block, or a cluster
 };
 
-inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, int64_t element_bytes, const DeviceFacts& device) {
+inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, int64_t element_bytes,
+                                  const DeviceFacts& device) {
   const int64_t slices = plan.pieces == 0 ? (p.cols + slice_cols(element_bytes) - 1) / slice_cols(element_bytes) : 1;
   const int64_t groups = plan.block / plan.threads;
   const int64_t needed = (p.rows + groups - 1) / groups;
@@ -57,10 +67,7 @@ inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, 
 // multiprocessor beats two of 256 (4096x4096 35.2 and 36.7), and leaves add_partials() half as much.
 inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
   const int64_t row_pieces = (p.cols * element_bytes + 15) / 16;
-  const auto aligned = [&](const void* q, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(q) % 16 == 0 && (p.rows == 1 || stride * element_bytes % 16 == 0);
-  };
-  const bool whole = aligned(p.x, p.x_stride) && aligned(p.dy, p.dy_stride) && p.cols * element_bytes % 16 == 0;
+  const bool whole = grads_are_whole(p, element_bytes);
   const int64_t block_pieces = kBackwardThreads * (whole ? 4 : 2);  // of a row that one block holds
   BackwardPlan out;
   if (row_pieces > block_pieces) {
@@ -77,20 +84,23 @@ inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const D
     return out;
   }
   const auto threads_of = [&](int pieces) { return group_of((row_pieces + pieces - 1) / pieces); };
-  const auto idle = [&](int pieces) { return 1.0 - static_cast<double>(row_pieces) / static_cast<double>(threads_of(pieces) * pieces); };
+  const auto idle = [&](int pieces) {
+    return 1.0 - static_cast<double>(row_pieces) / static_cast<double>(threads_of(pieces) * pieces);
+  };
   int block = kBackwardThreads;
   if (row_pieces <= (whole ? 64 : 32)) {
     // 4096x512: 64x1 8.6, 32x2 8.7. 32768x256 float32: 64x1 28.6, 32x2 29.0. 65536x128: 16x1 18.0, 8x2 19.4.
     out.pieces = 1;
   } else if (row_pieces > 1024) {
     out.pieces = 4;  // 2048x16384: 512x4 70, a cluster of two of 512x2 68.7
-  } else if (whole && element_bytes >= 4 && row_pieces > 128 && row_pieces <= 384 && (row_pieces & (row_pieces - 1)) != 0) {
+  } else if (whole && element_bytes >= 4 && row_pieces > 128 && row_pieces <= 384 &&
+             (row_pieces & (row_pieces - 1)) != 0) {
     // 16384x1280 float32: 128x3 67.2, 160x2 73.1. 32768x768 float32: 64x3 83.1, 96x2 84.6.
     out.pieces = 3;
     block = 384;
   } else if (whole && ((row_pieces > 512 && row_pieces <= 704) || idle(3) + 0.125 < idle(2))) {
-    // 16384x5120, where 320x2 is 320 threads a multiprocessor: 162; 224x3 141. 32768x768: 32x3 by 256 42.6, by 512 47.5,
-    // 64x2 45.0.
+    // 16384x5120, where 320x2 is 320 threads a multiprocessor: 162; 224x3 141. 32768x768: 32x3 by 256 42.6, by 512
+    // 47.5, 64x2 45.0.
     out.pieces = 3;
     if (row_pieces <= 128) block = 256;
   } else {

@@ -40,7 +40,7 @@ constexpr bool kWideBlocksFit = true;
 // Whether the unpacked values stay in registers between the passes; otherwise they are unpacked anew in each, which
 // costs up to 3 instructions an element but leaves the registers to other warps.
 template <typename Elem, int kPieces, bool kEarly, Rows16 kRows>
-constexpr bool kKeepsValues = sizeof(Elem) > 2 ? kRows == Rows16::kWhole && kPieces <= 3
+constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows == Rows16::kWhole && kPieces <= 3)
                                                : kPieces == 2 || (kPieces == 4 && kEarly && kRows == Rows16::kWhole);
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
@@ -121,7 +121,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
   // The last block of small groups may hang over the rows; it still takes part in the shuffles.
   const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
   const int whole = kShifted ? cols / kAccess * kAccess : cols;  // columns in pieces
-  const int first = t * kAccess, step = stride * kAccess;  // piece j is at column first + j * step
+  const int first = t * kAccess, step = stride * kAccess;        // piece j is at column first + j * step
   const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first);  // this thread's part of [cols]
   const Param* weight = static_cast<const Param*>(p.weight);                         // [cols] or null
   const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
@@ -172,7 +172,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
 
   constexpr bool kKeep = kKeepsValues<Elem, kPieces, kEarly, kRows>;
   Acc kept[kKeep ? kPieces : 1][kAccess];
-  const auto values = [&](Acc (&v)[kAccess], int j) {
+  const auto values = [&](Acc(&v)[kAccess], int j) {
     if constexpr (kKeep) {
 #pragma unroll
       for (int i = 0; i < kAccess; ++i) v[i] = kept[j][i];
@@ -185,7 +185,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
     for (int j = 0; j < kPieces; ++j) unpack(kept[j], held[j]);
   }
   // kAccess independent sums over the pieces, then pairwise.
-  const auto pairwise = [](Acc (&sum)[kAccess]) {
+  const auto pairwise = [](Acc(&sum)[kAccess]) {
 #pragma unroll
     for (int width = kAccess / 2; width > 0; width /= 2) {
 #pragma unroll

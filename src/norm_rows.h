@@ -16,11 +16,11 @@ struct NormRows {
   int64_t cols;
   int64_t x_stride;
   double eps;
-  double per_col;  // 1 / cols
+  double per_col;          // 1 / cols
   float eps_f, per_col_f;  // the same for sums in float: a kernel would wait for the conversion
-  int threads;  // of a row's group within a block: a power of two up to 32, or the block
-  int threads_log2;  // of `threads`, where it is a power of two
-  int cluster;  // blocks that share a row
+  int threads;             // of a row's group within a block: a power of two up to 32, or the block
+  int threads_log2;        // of `threads`, where it is a power of two
+  int cluster;             // blocks that share a row
 
   constexpr double eps_as(double) const { return eps; }
   constexpr float eps_as(float) const { return eps_f; }

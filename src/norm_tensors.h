@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "aligned.h"
 #include "tensors.h"
 
 namespace fastln {
@@ -72,7 +73,7 @@ inline OptionalTensor ready(const OptionalTensor& t, ScalarType type) {
 }
 
 // Whether 16-byte accesses from the first element on are aligned.
-inline bool is_whole(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+inline bool is_whole(const Tensor& t) { return is_aligned(t.const_data_ptr()); }
 
 // Contiguous, in that dtype, beginning at a multiple of 16 bytes.
 inline OptionalTensor ready_whole(const OptionalTensor& t, ScalarType type) {

@@ -19,7 +19,7 @@
 
 // libtorch_cuda's only symbol used here. Weak, so that the library also loads under CPU-only torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                  void** ret_stream);
+                                                                                   void** ret_stream);
 
 namespace fastln {
 
@@ -76,8 +76,8 @@ inline bool on_same_device(const Tensor& a, const Tensor& b) {
 inline void check_arch(const char* op, int32_t device) {
   if (device_is_supported(device)) return;
   const DeviceFacts& facts = device_facts(device);
-  fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ",
-       facts.major, ".", facts.minor);
+  fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ", facts.major,
+       ".", facts.minor);
 }
 
 // A new tensor on the device of `like`, contiguous.
@@ -92,9 +92,9 @@ inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& lik
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      device_type, device_index, &out));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
+                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                                  device_type, device_index, &out));
   return Tensor(out);
 }
 

@@ -61,7 +61,8 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
     if (row_pieces > row.max_row) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
-      return 1.0 - static_cast<double>(row_pieces) / std::max<int64_t>(group_of((row_pieces + pieces - 1) / pieces) * pieces, 1);
+      return 1.0 - static_cast<double>(row_pieces) /
+                       std::max<int64_t>(group_of((row_pieces + pieces - 1) / pieces) * pieces, 1);
     };
     Plan out;
     out.pieces = row.pieces[0];

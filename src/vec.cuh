@@ -8,9 +8,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace fastln {
+#include "aligned.h"
 
-constexpr int kMaxAccessBytes = 16;  // the widest access the hardware has: 128 bits a thread
+namespace fastln {
 
 // kN elements as the 32-bit registers that a load fills. They stay packed until they are used: had a
 // thread to unpack 16-bit elements right behind each load, it would wait there, one load at a time (on
@@ -194,7 +194,7 @@ struct Items {
   Index base;     // column of the block's first item
   Index threads;  // of the block
   Index t;
-  Index cols;     // of the row
+  Index cols;  // of the row
 
   __device__ __forceinline__ Index column(int item) const { return t * kRun + offset(item); }
   // Columns from the thread's first, t * kRun, to an item.
