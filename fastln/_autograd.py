@@ -74,14 +74,10 @@ class LayerNorm(torch.autograd.Function):
         of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
         mask = (of_input, of_weight, of_bias)
         if backward_is_differentiated():
-            dx, dweight, dbias = _formula.gradients(
-                grad_out, input, ctx.normalized_shape, weight, ctx.bias_dtype, ctx.eps, mask
-            )
+            grads = _formula.gradients(grad_out, input, ctx.normalized_shape, weight, ctx.eps, mask)
         else:
-            dx, dweight, dbias = gradients(
-                grad_out, input, ctx.normalized_shape, mean, rstd, weight, ctx.bias_dtype, mask
-            )
-        return dx, None, dweight, dbias, None
+            grads = gradients(grad_out, input, ctx.normalized_shape, mean, rstd, weight, ctx.bias_dtype, mask)
+        return grads[0], None, grads[1], grads[2], None
 
 
 def backward_is_differentiated() -> bool:
@@ -99,10 +95,8 @@ def gradients(
     bias_dtype: torch.dtype | None,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """layer_norm_bwd, with dbias in ``bias_dtype``, where nothing differentiates it."""
+    """layer_norm_bwd where nothing differentiates it. dbias comes in the dtype of the bias, or in that of the sums,
+    which autograd converts: it is rounded once."""
     # The op asks the bias for its dtype alone, so that a weight of the same one can stand in for it.
     like_bias = weight if weight is not None and weight.dtype == bias_dtype else None
-    dx, dweight, dbias = run(_bwd, grad_out, input, normalized_shape, mean, rstd, weight, like_bias, mask)
-    if like_bias is None and dbias is not None and dbias.dtype != bias_dtype:
-        dbias = dbias.to(bias_dtype)
-    return dx, dweight, dbias
+    return run(_bwd, grad_out, input, normalized_shape, mean, rstd, weight, like_bias, mask)

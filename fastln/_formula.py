@@ -33,11 +33,13 @@ def gradients(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
     eps: float,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, weight and bias that ``mask`` asks for, and None for the others."""
+    """The gradients of input, weight and bias that ``mask`` asks for, and None for the others.
+
+    They come in the dtype of the sums; autograd converts what a function's backward returns.
+    """
     wide = stats_dtype(input)
     dims, leading = _row_dims(normalized_shape), tuple(range(input.dim() - len(normalized_shape)))
     dy = grad_out.to(wide)
@@ -45,12 +47,11 @@ def gradients(
     dx = dweight = dbias = None
     if mask[0]:
         g = dy if weight is None else dy * weight.to(wide)
-        dx = g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True)
-        dx = (rstd * dx).to(input.dtype).contiguous()
+        dx = rstd * (g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True))
     if mask[1]:
-        dweight = _sum(dy * xhat, leading).to(weight.dtype)
+        dweight = _sum(dy * xhat, leading)
     if mask[2]:
-        dbias = _sum(dy, leading).to(bias_dtype)
+        dbias = _sum(dy, leading)
     return dx, dweight, dbias
 
 

@@ -137,7 +137,7 @@ class _Named(torch.autograd.Function):
             weight = torch.full(shape, ctx.scalar, dtype=torch.float32, device=input.device)
         mask = ctx.needs_input_grad[1:4]
         if _autograd.backward_is_differentiated():
-            grads = _formula.gradients(grad_out, input, shape, weight, ctx.bias_dtype, ctx.eps, mask)
+            grads = _formula.gradients(grad_out, input, shape, weight, ctx.eps, mask)
         else:
             _, mean, rstd = _autograd.run(torch.ops.fastln.layer_norm_fwd.default, input, shape, None, None, ctx.eps)
             grads = _autograd.gradients(grad_out, input, shape, mean, rstd, weight, ctx.bias_dtype, mask)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from bwd_support import (
     BWD,
+    MIXTURES,
     TENSORS,
     all_same,
     assert_gradients_match_float64,
@@ -31,14 +32,14 @@ PRESENT = pytest.mark.parametrize(
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the op and the arguments of every call of an op of ours."""
+    """Keeps the op and the arguments of every call of an op, but for those that make views of autograd's own."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastln":
+        if func is not torch.ops.aten.detach.default:
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
@@ -79,10 +80,14 @@ def test_case_31_work_not_asked_for_is_not_done(call, device):
 
 @call_by_either_way
 def test_a_step_is_one_call_of_the_forward_and_one_of_the_backward(call, device):
-    sample = leaves(norm_inputs(torch.float16, device, (3, 33)), *TENSORS)
-    with Calls() as seen:
-        call(*sample).sum().backward()
-    assert [func for func, _ in seen.calls] == [FWD.default, BWD.default]
+    """And of no other op: nothing is converted or copied."""
+    sample = norm_inputs(torch.float16, device, (3, 33))
+    for form in (sample, sample.in_dtypes(torch.float32, torch.float32), sample.in_dtypes(torch.float16, None)):
+        form = leaves(form, *TENSORS)
+        dy = upstream(form)
+        with Calls() as seen:
+            call(*form).backward(dy)
+        assert [func for func, _ in seen.calls] == [FWD.default, BWD.default]
 
 
 @each()
@@ -279,16 +284,37 @@ def test_case_29_second_derivatives_by_the_parameters_are_right(call, present, d
         torch.testing.assert_close(got, expected)
 
 
-@each(torch.float16, torch.bfloat16, torch.float32)
-def test_a_backward_with_a_graph_has_the_gradients_of_one_without(dtype, device):
-    for dtypes in ((dtype, dtype), (torch.float32, dtype), (None, dtype), (torch.float32, None)):
-        sample = leaves(norm_inputs(dtype, device, (7, 4, 8), dims=2).in_dtypes(*dtypes), *TENSORS)
-        dy = upstream(sample)
-        tensors = [t for t in (sample.input, sample.weight, sample.bias) if t is not None]
-        got = iter(torch.autograd.grad(fastln.layer_norm(*sample), tensors, dy, create_graph=True))
-        names = [name for name in TENSORS if getattr(sample, name) is not None]
-        by_place = [next(got).detach() if name in names else None for name in TENSORS]
-        assert_gradients_match_float64(by_place, dy, leaves(sample), names)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("mixture", [*MIXTURES, "float16", "bfloat16", "float32"])
+def test_gradients_of_every_mixture_match_float64(mixture, create_graph, device):
+    """Rounded once, to the dtype of what they are gradients of."""
+    dtypes = MIXTURES.get(mixture) or (getattr(torch, mixture),) * 3
+    for shape, dims in (((33,), 1), ((7, 33), 1), ((3, 5, 4, 8), 2)):
+        for weight, bias in (dtypes[1:], (None, dtypes[2]), (dtypes[1], None), (None, None)):
+            sample = leaves(norm_inputs(dtypes[0], device, shape, dims=dims).in_dtypes(weight, bias), *TENSORS)
+            names = [name for name in TENSORS if getattr(sample, name) is not None]
+            tensors = [getattr(sample, name) for name in names]
+            dy = upstream(sample)
+            grads = torch.autograd.grad(fastln.layer_norm(*sample), tensors, dy, create_graph=create_graph)
+            got = dict(zip(names, (g.detach() for g in grads), strict=True))
+            assert_gradients_match_float64([got.get(name) for name in TENSORS], dy, leaves(sample), names)
+
+
+def test_derivatives_of_constant_rows_are_finite_whatever_eps(device):
+    for eps in (1e-12, 1e-60):
+        sample = norm_inputs(torch.float32, device, (2, 8), eps=eps)
+        x = torch.ones_like(sample.input).requires_grad_()
+        dx, dweight = torch.autograd.grad(
+            fastln.layer_norm(x, [8], sample.weight.requires_grad_(), sample.bias, eps).sum(),
+            (x, sample.weight),
+            create_graph=True,
+        )
+        assert dx.isfinite().all()
+        assert not dweight.any()
+        y = torch.func.vmap(torch.func.grad_and_value(lambda t, eps=eps: fastln.layer_norm(t, [8], eps=eps).sum()))(x)[
+            1
+        ]
+        assert not y.any()
 
 
 @call_by_either_way

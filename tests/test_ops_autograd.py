@@ -83,9 +83,9 @@ def test_gradients_with_one_parameter_or_none(kernel, device):
 
 def test_gradient_of_the_scalar_overload(kernel, device):
     x = with_grad(kernel, device, "input", shape=(7, 33))[0]
-    norm = Norm(x.detach(), [33], torch.full((33,), 1.5, device=device), None)
+    norm = Norm(x.detach(), [33], torch.full((33,), 1.1, device=device), None)
     dy = upstream(norm)
-    kernel.op.scalar(x, 1.5, 0.5).backward(dy)
+    kernel.op.scalar(x, 1.1, 0.5).backward(dy)  # float16 does not hold 1.1
     assert_gradients_match_float64((x.grad, None, None), dy, norm, ("input",))
 
 
