@@ -286,9 +286,14 @@ __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int 
 
 // Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
 // is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
-// compiler would spill.
+// compiler would spill; from compute capability 10.0 on it would do so here too, and for 3 pieces even with 512 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <int kPieces, GradRows kRows>
-constexpr int kRegisterThreads = kPieces <= 2 && kRows == GradRows::kWhole ? 640 : kBackwardThreads;
+constexpr int kRegisterThreads = backward_threads(kRows == GradRows::kWhole ? kPieces : 1, 10);
+#else
+template <int kPieces, GradRows kRows>
+constexpr int kRegisterThreads = kRows == GradRows::kWhole && kPieces <= 2 ? 640 : kBackwardThreads;
+#endif
 
 template <typename Elem, typename Param, int kPieces, GradRows kRows>
 __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>)) norm_backward(const BackwardLaunch p) {

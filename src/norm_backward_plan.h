@@ -21,7 +21,12 @@ struct BackwardPlan {
 };
 
 constexpr int kBackwardThreads = 512;  // of a block, at most
-constexpr int kMaxCluster = 8;         // the portable limit
+
+// The same, for so many pieces a thread on a GPU of that compute capability: from 10.0 on 512 threads do not leave the
+// registers that 3 pieces take.
+constexpr int backward_threads(int pieces, int major) { return pieces >= 3 && major >= 10 ? 448 : kBackwardThreads; }
+
+constexpr int kMaxCluster = 8;  // the portable limit
 
 // Pieces of a thread whose block shares rows with others: as many as leave a row's stage 64 KB, and registers for the
 // sums of their columns.
@@ -68,7 +73,8 @@ inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, 
 inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
   const int64_t row_pieces = (p.cols * element_bytes + 15) / 16;
   const bool whole = grads_are_whole(p, element_bytes);
-  const int64_t block_pieces = kBackwardThreads * (whole ? 4 : 2);  // of a row that one block holds
+  // Of a row that one block holds.
+  const int64_t block_pieces = whole ? 4 * backward_threads(4, device.major) : 2 * kBackwardThreads;
   BackwardPlan out;
   if (row_pieces > block_pieces) {
     out.threads = out.block = kBackwardThreads;
@@ -111,6 +117,7 @@ inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const D
   out.direct = p.rows <= (row_pieces <= 256 ? 768 : row_pieces <= 512 ? 512 : 384);
   if (out.direct) block = p.rows < 48 ? 128 : p.rows < 320 ? 256 : 512;  // 16x4096 2.5, by 512 threads 3.1
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
+  block = std::min(block, backward_threads(out.pieces, device.major));
   out.block = std::max(out.threads, block / out.threads * out.threads);
   return out;
 }
