@@ -151,8 +151,8 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
   // Also in the place of bias, of which aten asks the dtype alone.
   const Tensor w = weight ? *ready(weight, type) : torch::stable::fill_(empty_contiguous(shape, type, input), 1);
   const bool wanted[] = {mask[0], mask[1], mask[2]};
-  StableIValue stack[] = {from(as_contiguous(in_dtype(grad_out, type))),
-                          from(as_contiguous(centred)),
+  StableIValue stack[] = {from(in_dtype(grad_out, type)),
+                          from(centred),
                           from(IntList(shape)),
                           from(zero),
                           from(as_contiguous(rstd)),

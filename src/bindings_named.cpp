@@ -236,8 +236,12 @@ StableIValue call_python(size_t index, const char* overload, const Args&... args
 
 template <typename... Args>
 StableIValue go_on(size_t index, const char* overload, const Args&... args) {
-  return aoti_torch_grad_mode_is_enabled() ? call_python(index, overload, args...)
-                                           : call_twin(kKernels[index], overload, args...);
+  const auto is_wrapped = [](const auto& arg) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(arg)>>) return false;
+    else return is_wrapper(arg);
+  };
+  const bool to_python = aoti_torch_grad_mode_is_enabled() || (is_wrapped(args) || ...);
+  return to_python ? call_python(index, overload, args...) : call_twin(kKernels[index], overload, args...);
 }
 
 // Python returns no tensor where a derivative is to be taken that the op has no rule for.

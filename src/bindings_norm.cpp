@@ -2,7 +2,7 @@
 // returns the statistics. CUDA tensors get our kernels, CPU tensors aten's.
 //
 // As with the named ops (bindings_named.cpp), layer_norm's Autograd kernel is a gate: without grad mode
-// it goes on to the private twin in C++, with it to the Python autograd of fastln/_norm.py.
+// it goes on to the private twin in C++, with it to the Python autograd of fastln/_autograd.py.
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
@@ -162,7 +162,9 @@ Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, Opt
   using torch::stable::detail::from;
   // Before: an error loses its text on the way back through the C interface.
   check_norm(kOp, input, shape, weight, bias);
-  const char* op = aoti_torch_grad_mode_is_enabled() ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
+  const bool to_python =
+      aoti_torch_grad_mode_is_enabled() || is_wrapper(input) || is_wrapper(weight) || is_wrapper(bias);
+  const char* op = to_python ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
   StableIValue stack[] = {from(input), from(IntList(shape)), from(weight), from(bias), from(eps)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);

@@ -213,6 +213,10 @@ def derivatives(x, weight, bias):
             (g,) = torch.autograd.grad(y, t, forward_ad.make_dual(v, c))
             return forward_ad.unpack_dual(g).tangent
 
+    def jvp_without_grad_mode(norm):
+        with torch.no_grad():
+            return jvp(of_x(norm), (x,), (v,))[1]
+
     def of_a_vmap(norm):
         t = leaf()
         return torch.autograd.grad((vmap(of_x(norm))(t).sin() * c).sum(), t)[0]
@@ -238,6 +242,7 @@ def derivatives(x, weight, bias):
         "batched_backward": batched_backward,
         "grad": lambda norm: grad(loss(norm))(x),
         "jvp": lambda norm: jvp(of_x(norm), (x,), (v,))[1],
+        "jvp_without_grad_mode": jvp_without_grad_mode,
         "jacrev": lambda norm: torch.func.jacrev(of_x(norm))(x),
         "jacfwd": lambda norm: torch.func.jacfwd(of_x(norm))(x),
         "hessian": lambda norm: torch.func.hessian(loss(norm))(x),

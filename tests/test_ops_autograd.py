@@ -170,9 +170,10 @@ def test_func_grad_raises_instead_of_giving_zeros(kernel, name, overload):
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)
-def test_func_jvp_raises_instead_of_giving_zeros(kernel, overload):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_func_jvp_raises_instead_of_giving_zeros(kernel, mode, overload):
     x, weight, bias = with_grad(kernel, "cpu")
-    with pytest.raises(RuntimeError, match=NO_RULE):
+    with mode(), pytest.raises(RuntimeError, match=NO_RULE):
         torch.func.jvp(lambda t: OVERLOADS[overload](kernel, t, weight, bias), (x,), (torch.ones_like(x),))
 
 
