@@ -290,13 +290,16 @@ __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <int kPieces, GradRows kRows>
 constexpr int kRegisterThreads = backward_threads(kRows == GradRows::kWhole ? kPieces : 1, 10);
+constexpr int kLeastBlocks = 1;  // or the compiler aims at two, and spills
 #else
+constexpr int kLeastBlocks = 0;
 template <int kPieces, GradRows kRows>
 constexpr int kRegisterThreads = kRows == GradRows::kWhole && kPieces <= 2 ? 640 : kBackwardThreads;
 #endif
 
 template <typename Elem, typename Param, int kPieces, GradRows kRows>
-__global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>)) norm_backward(const BackwardLaunch p) {
+__global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBlocks)
+    norm_backward(const BackwardLaunch p) {
   constexpr bool kShifted = kRows == GradRows::kShifted, kCluster = kRows == GradRows::kCluster;
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
