@@ -23,8 +23,10 @@ struct BackwardPlan {
 constexpr int kBackwardThreads = 512;  // of a block, at most
 
 // The same, for so many pieces a thread on a GPU of that compute capability: from 10.0 on 512 threads do not leave the
-// registers that 3 pieces take. (Registers go by four warps: 448 threads would have no more of them.)
-constexpr int backward_threads(int pieces, int major) { return pieces >= 3 && major >= 10 ? 384 : kBackwardThreads; }
+// registers that 3 pieces take, nor 384 those of 4. (Registers go by four warps: 448 threads would have no more.)
+constexpr int backward_threads(int pieces, int major) {
+  return major < 10 || pieces < 3 ? kBackwardThreads : pieces == 3 ? 384 : 256;
+}
 
 constexpr int kMaxCluster = 8;  // the portable limit
 
