@@ -80,8 +80,8 @@ inline void check_arch(const char* op, int32_t device) {
        ".", facts.minor);
 }
 
-// Whether `t` is a wrapper of torch.func, which has no memory of its own. Its derivative is taken without grad mode too.
-// (The first versions of torch that we run under write to stderr when asked for the memory of one.)
+// Whether `t` is a wrapper of torch.func, which has no memory of its own, and whose derivative is taken without grad
+// mode too. (The first versions of torch that we run under write to stderr when asked for the memory of one.)
 inline bool is_wrapper(const Tensor& t) {
   const void* data;
   return torch_get_const_data_ptr(t.get(), &data) != AOTI_TORCH_SUCCESS;
