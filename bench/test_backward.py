@@ -49,7 +49,14 @@ def test_backward(benchmark, cell, name):
     benchmark.group = f"{cell.id} dx alone" if cell.dx_alone else cell.id
     with LINEUP.peers_may_fail(name):
         call = LINEUP.factories[name](cell)
-        errors = bwd_contenders.verify(name, cell, call(*arguments), arguments)
+        try:
+            errors = bwd_contenders.verify(name, cell, call(*arguments), arguments)
+        except AssertionError as error:
+            if LINEUP.kind(name) != "torch":
+                raise
+            # Of 2^17 rows and more, torch's own dweight is not right in halves; its time still is what it takes.
+            errors = {}
+            benchmark.extra_info["inaccurate"] = str(error)
         seconds = LINEUP.record(benchmark, name, cell, call)
     if seconds is None:
         return  # --benchmark-disable: the values were checked, and that is all

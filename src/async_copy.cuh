@@ -16,11 +16,6 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* global) 
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes) : "memory");
 }
 
-// The first `bytes` (0 to 16) of 16; the rest of them become zero in shared memory.
-__device__ __forceinline__ void copy_async_part(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-
 // Ends a group: the thread's copies since the last one, which may be none.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -48,6 +43,15 @@ __device__ __forceinline__ V load_shared_vec(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+// A vector as 16 bytes of shared memory.
+template <typename V>
+__device__ __forceinline__ void store_shared_vec(uint32_t address, const V& v) {
+  static_assert(V::kBytes == 16);
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.bits[0]), "r"(v.bits[1]),
+               "r"(v.bits[2]), "r"(v.bits[3])
+               : "memory");
 }
 
 }  // namespace fastln

@@ -96,9 +96,19 @@ void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const Op
   grads.dy_stride = dy_stride.value_or(grads.cols);
   grads.x_stride = x_stride.value_or(grads.cols);
 
-  // From torch's allocator: what it hands out belongs to the current stream, or to the graph being captured.
   const DeviceFacts& facts = device_facts(device);
-  const int64_t bytes = backward_workspace_bytes(grads, static_cast<int>(c.input.element_size()), facts);
+  const int element_bytes = static_cast<int>(c.input.element_size());
+  Tensor whole_dy = dy, whole_x = x;
+  if (backward_needs_aligned_rows(grads, element_bytes, facts) && !grads_are_whole(grads, element_bytes)) {
+    whole_dy = torch::stable::clone(as_contiguous(dy));
+    whole_x = torch::stable::clone(as_contiguous(x));
+    grads.dy = whole_dy.const_data_ptr();
+    grads.x = whole_x.const_data_ptr();
+    grads.dy_stride = grads.x_stride = grads.cols;
+  }
+
+  // From torch's allocator: what it hands out belongs to the current stream, or to the graph being captured.
+  const int64_t bytes = backward_workspace_bytes(grads, element_bytes, facts);
   OptionalTensor workspace;
   if (bytes > 0) workspace = empty_contiguous({&bytes, 1}, ScalarType::Byte, c.input);
   const char* error = launcher(c.input.scalar_type(), type)(
@@ -151,14 +161,10 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
   // Also in the place of bias, of which aten asks the dtype alone.
   const Tensor w = weight ? *ready(weight, type) : torch::stable::fill_(empty_contiguous(shape, type, input), 1);
   const bool wanted[] = {mask[0], mask[1], mask[2]};
-  StableIValue stack[] = {from(in_dtype(grad_out, type)),
-                          from(centred),
-                          from(IntList(shape)),
-                          from(zero),
-                          from(as_contiguous(rstd)),
-                          from(OptionalTensor(w)),
-                          from(OptionalTensor(w)),
-                          from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
+  StableIValue stack[] = {from(in_dtype(grad_out, type)), from(centred),
+                          from(IntList(shape)),           from(zero),
+                          from(as_contiguous(rstd)),      from(OptionalTensor(w)),
+                          from(OptionalTensor(w)),        from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
   const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
   return {mask[0] ? in_dtype(dx, input.scalar_type()) : dx, mask[1] ? in_dtype(dweight, c.grad_type(weight)) : dweight,

@@ -50,6 +50,15 @@ const DeviceFacts& device_facts(int device) {
   return facts[device];
 }
 
+void make_current(int device) {
+  int current = -1;
+  cudaError_t err = cudaGetDevice(&current);
+  if (err == cudaSuccess && current != device) err = cudaSetDevice(device);
+  if (err != cudaSuccess)
+    throw std::runtime_error("fastln: cannot use CUDA device " + std::to_string(device) + ": " +
+                             cudaGetErrorString(err));
+}
+
 bool device_is_supported(int device) {
   static const bool has_driver = [] {
     int count = 0;

@@ -21,6 +21,10 @@ struct DeviceFacts {
 // Thread-safe. Throws std::runtime_error when CUDA cannot tell.
 const DeviceFacts& device_facts(int device);
 
+// Makes the device current for this library's own CUDA runtime, which is linked statically and not the one that torch
+// talks to. Throws std::runtime_error when CUDA refuses.
+void make_current(int device);
+
 // False only where CUDA says that the device cannot run this build. A machine without a GPU has none to ask
 // of, and may still trace for one.
 bool device_is_supported(int device);

@@ -397,12 +397,12 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBloc
           for (int i = 0; i < kAccesses; ++i) {
             if (!inside(i / 2)) continue;
             const Elem* granule = from + i / 2 * step + i % 2 * kAccess;
-            if (all) {
+            if (all || granule + kAccess <= end) {
               copy_async<16>(to + i * access_bytes, granule);
             } else {
-              const int64_t left = (end - granule) * static_cast<int64_t>(sizeof(Elem));
-              copy_async_part(to + i * access_bytes, left > 0 ? granule : from,
-                              static_cast<int>(max(min(left, int64_t{16}), int64_t{0})));
+              V last{};
+              load_granule(last, granule, end);
+              store_shared_vec(to + i * access_bytes, last);
             }
           }
         } else {

@@ -74,7 +74,8 @@ inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, 
 // multiprocessor beats two of 256 (4096x4096 35.2 and 36.7), and leaves add_partials() half as much.
 inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
   const int64_t row_pieces = (p.cols * element_bytes + 15) / 16;
-  const bool whole = grads_are_whole(p, element_bytes);
+  // Of the columns alone, not of the addresses: those must not change a bit.
+  const bool whole = p.cols * element_bytes % kMaxAccessBytes == 0;
   // Of a row that one block holds.
   const int64_t block_pieces = whole ? 4 * backward_threads(4, device.major) : 2 * kBackwardThreads;
   BackwardPlan out;
@@ -122,6 +123,12 @@ inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const D
   block = std::min(block, backward_threads(out.pieces, device.major));
   out.block = std::max(out.threads, block / out.threads * out.threads);
   return out;
+}
+
+// Whether rows of this length must begin at multiples of 16 bytes: the kernel has no variant for others.
+inline bool backward_needs_aligned_rows(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
+  const BackwardPlan plan = plan_backward(p, element_bytes, device);
+  return plan.pieces > 2 || plan.cluster > 1;
 }
 
 inline int64_t backward_workspace_bytes(const NormGrads& p, int element_bytes, const DeviceFacts& device) {

@@ -26,7 +26,8 @@ const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
 // The backward, likewise. `workspace` holds backward_workspace_bytes() (norm_backward_plan.h) bytes, 16-byte aligned,
-// and may be null for none. weight, dx, dweight and dbias begin at multiples of 16 bytes; dy and x may lie anywhere.
+// and may be null for none. weight, dx, dweight and dbias begin at multiples of 16 bytes, and so do the rows of
+// dy and x if backward_needs_aligned_rows(); otherwise those may lie anywhere.
 using BackwardLauncher = const char* (*)(const NormGrads&, const DeviceFacts&, void* workspace, void* stream);
 const char* norm_backward_f16_f16(const NormGrads&, const DeviceFacts&, void*, void*);
 const char* norm_backward_f16_f32(const NormGrads&, const DeviceFacts&, void*, void*);

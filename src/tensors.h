@@ -138,6 +138,7 @@ class CurrentDevice {
     int32_t current;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_device_index(&current));
     if (current != device) TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(device, &guard_));
+    make_current(device);
   }
   ~CurrentDevice() {
     if (guard_) aoti_torch_delete_device_guard(guard_);

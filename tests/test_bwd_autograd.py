@@ -136,7 +136,9 @@ def test_the_list_of_sizes_may_change_after_the_call(call, device):
     assert_gradients_match_float64(grads(sample), upstream(sample), leaves(sample))
 
 
-def test_peak_memory_of_a_training_step_is_at_most_torchs_own(cuda):
+def test_peak_memory_of_a_training_step_is_torchs_own_and_the_stated_workspace(cuda):
+    blocks = torch.cuda.get_device_properties(cuda).multi_processor_count
+
     def peak(function, dtype, rows, cols):
         sample = leaves(norm_inputs(dtype, cuda, (rows, cols)), *TENSORS)
         dy = upstream(sample)
@@ -153,7 +155,8 @@ def test_peak_memory_of_a_training_step_is_at_most_torchs_own(cuda):
     for dtype in (torch.float16, torch.float32):
         for rows, cols in ((4096, 1024), (4096, 4096), (65536, 128), (512, 16384), (128, 65536)):
             ours, theirs = (peak(f, dtype, rows, cols) for f in (fastln.layer_norm, F.layer_norm))
-            assert ours <= theirs, (dtype, rows, cols)
+            workspace = 0 if rows <= 128 and cols < 65536 else 8 * cols * min(blocks, rows)
+            assert ours <= theirs + workspace + 512, (dtype, rows, cols)  # allocations come in 512 bytes
 
 
 # -------------------------------------------------------------------------- derivatives of every kind
