@@ -22,7 +22,7 @@ CPU_TORCH := torch==2.13.0+cpu
 
 WHEEL_INPUTS := setup.py pyproject.toml README.md LICENSE \
 	$(wildcard build_tools/*.py src/*.h src/*.cuh src/*.cu src/*.cpp fastln/*.py fastln/py.typed)
-CODE := setup.py build_tools fastln tests bench
+CODE := setup.py build_tools fastln tests bench examples
 
 # $(call quietly,NAME,COMMAND): runs COMMAND with its output in build/NAME.log, shown if it fails.
 define quietly

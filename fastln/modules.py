@@ -50,7 +50,7 @@ class Skipped(NamedTuple):
     path: str
     """Where it is in the model, as ``named_modules`` has it; ``""`` for the model itself."""
     kind: str
-    """Name of its class."""
+    """Its class, as in ``timm.layers.norm.LayerNorm``."""
     reason: str
     """Why it was left."""
 
@@ -71,9 +71,9 @@ class Conversion:
             if not isinstance(module, nn.LayerNorm) or isinstance(module, LayerNorm):
                 continue
             if "forward" in vars(module):
-                self.skipped.append(Skipped(path, before.__qualname__, _PATCHED))
+                self.skipped.append(Skipped(path, _name(before), _PATCHED))
             elif before.forward is not nn.LayerNorm.forward and before not in also:
-                self.skipped.append(Skipped(path, before.__qualname__, _OWN_FORWARD))
+                self.skipped.append(Skipped(path, _name(before), _OWN_FORWARD))
             else:
                 after = LayerNorm if before is nn.LayerNorm else _converted(before)
                 module.__class__ = after
@@ -136,14 +136,18 @@ def convert(model: nn.Module, also: Sequence[type[nn.LayerNorm]] = ()) -> Conver
         if not (isinstance(kind, type) and issubclass(kind, nn.LayerNorm)):
             raise TypeError(f"fastln.convert: expected subclasses of nn.LayerNorm in also, got {kind!r}")
     conversion = Conversion(model, tuple(also))
-    for kind, reason in dict.fromkeys((skipped.kind, skipped.reason) for skipped in conversion.skipped):
-        paths = [_place(s.path) for s in conversion.skipped if (s.kind, s.reason) == (kind, reason)]
+    for name, reason in dict.fromkeys((skipped.kind, skipped.reason) for skipped in conversion.skipped):
+        paths = [_place(s.path) for s in conversion.skipped if (s.kind, s.reason) == (name, reason)]
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         warnings.warn(
-            f"fastln.convert: skipped {kind} at {', '.join(paths[:3])}{more}: {reason}",
+            f"fastln.convert: skipped {name} at {', '.join(paths[:3])}{more}: {reason}",
             stacklevel=2,
         )
     return conversion
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _place(path: str) -> str:
@@ -151,19 +155,20 @@ def _place(path: str) -> str:
 
 
 @functools.cache
-def _converted(kind: type[nn.Module]) -> type[nn.Module]:
+def _converted(kind: Any) -> Any:
     """A subclass of ``kind`` with our forward. Nobody can import it by name, so it pickles as ``kind``, converted."""
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-        # copyreg's own answer is (__newobj__, (class, *arguments), state, ...).
-        _, (_, *arguments), *rest = super(converted, self).__reduce_ex__(max(2, protocol))  # type: ignore[arg-type]
+        # copyreg's own answer, from protocol 2 on: (__newobj__, (class, *arguments), state, ...).
+        reduced: Any = super(converted, self).__reduce_ex__(2)
+        _, (_, *arguments), *rest = reduced
         return (_new_converted, (kind, *arguments), *rest)
 
     attributes = {"__reduce_ex__": __reduce_ex__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    converted: type[nn.Module] = type(kind)(kind.__name__, (LayerNorm, kind), attributes)
+    converted = type(kind)(kind.__name__, (LayerNorm, kind), attributes)
     return converted
 
 
-def _new_converted(kind: type[nn.Module], *arguments: Any) -> nn.Module:
+def _new_converted(kind: Any, *arguments: Any) -> Any:
     converted = _converted(kind)
     return converted.__new__(converted, *arguments)
