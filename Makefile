@@ -83,7 +83,7 @@ build/arch_list: $(VENV)/.ready FORCE
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 dist/.built: $(VENV)/.toolkit build/arch_list $(WHEEL_INPUTS)
-	@echo "fastln: building the wheel for $$(cat build/arch_list) (about 2 minutes on two cores; log: build/wheel.log)"
+	@echo "fastln: building the wheel for $$(cat build/arch_list) (about 2 minutes an arch on two cores; log: build/wheel.log)"
 	@rm -rf build/lib* dist/*.whl
 	@$(call quietly,wheel,PATH="$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .)
 	@touch $@
