@@ -41,9 +41,10 @@ demo: $(VENV)/.installed  ## run the report (ARGS=--help shows its options)
 test: $(VENV)/.installed $(CPU_VENV)/.installed  ## run the tests (ARGS=-k name picks some)
 	@$(BIN)/pytest -p no:benchmark -n $(WORKERS) $(ARGS)
 
-lint: $(VENV)/.ready  ## check Python style and the workflow files
+lint: $(VENV)/.ready  ## check the style of the sources and the workflow files
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/clang-format --dry-run -Werror src/*
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 wheel: dist/.built  ## build the wheel into dist/
@@ -82,7 +83,7 @@ build/arch_list: $(VENV)/.ready FORCE
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 dist/.built: $(VENV)/.toolkit build/arch_list $(WHEEL_INPUTS)
-	@echo "fastln: building the wheel for $$(cat build/arch_list) (about 2 minutes on two cores; log: build/wheel.log)"
+	@echo "fastln: building the wheel for $$(cat build/arch_list) (about 2 minutes an arch on two cores; log: build/wheel.log)"
 	@rm -rf build/lib* dist/*.whl
 	@$(call quietly,wheel,PATH="$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .)
 	@touch $@

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import platform
 import sys
 from pathlib import Path
 
@@ -16,10 +13,7 @@ if BENCH not in sys.path:
     sys.path.insert(0, BENCH)
 
 try:
-    import torch
-    from harness import driver_version
-
-    from fastln import report
+    import machine
 except ImportError as error:
     raise pytest.UsageError(f"the benchmark needs an installed fastln: {error}") from error
 
@@ -27,11 +21,7 @@ except ImportError as error:
 def pytest_benchmark_update_machine_info(config, machine_info):
     """The GPU and the versions in place of what identifies the host."""
     machine_info.clear()
-    machine_info.update(report.versions(), processor=platform.machine(), system=platform.system())
-    machine_info["peers"] = peer_versions()
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        machine_info["gpu"] = report.device_facts(device) | {"driver": driver_version()}
+    machine_info.update(machine.facts())
 
 
 def pytest_benchmark_update_commit_info(config, commit_info):
@@ -49,12 +39,3 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
             if isinstance(value, float) and key != "ops":
                 stats[key] = round(value, 12)  # picoseconds are plenty
         stats["data"] = [round(value, 12) for value in stats.get("data", [])]
-
-
-def peer_versions() -> dict[str, str]:
-    """Versions of what the peers of layer_norm are made with, of those that are installed."""
-    found = {}
-    for name in ("triton", "liger-kernel"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -35,11 +35,15 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def caption(machine: dict) -> str:
+#: What the floor of the forward is.
+COPY = "`copy` reads x and writes it once, which is the floor."
+
+
+def caption(machine: dict, floor: str) -> str:
     gpu = machine["gpu"]
     return (
         f"{gpu['name']} ({gpu['multiprocessors']} SMs, {gpu['l2_bytes'] / 2**20:.0f} MB L2, driver {gpu['driver']}), "
         f"torch {machine['torch']}, fastln {machine['fastln']} built with nvcc {machine['build']['nvcc']}, "
         f"{machine['date']}. Device microseconds a call, cold: median of 11 replays of a CUDA graph that rotates "
-        "over inputs of four times the L2 cache. `copy` reads x and writes it once, which is the floor."
+        f"over inputs of four times the L2 cache. {floor}"
     )

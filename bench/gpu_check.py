@@ -2,10 +2,11 @@
 
     python3 bench/gpu_check.py dist/fastln-0.1.0-py3-none-linux_x86_64.whl build/gpu
 
-It installs the wheel into a folder of its own, then runs the tests, compute-sanitizer, the report and
-the benchmark against that copy. A step that fails does not stop the others. In the output folder it
-leaves one log for each step, summary.json and the results of the benchmark: bench.json of the named ops,
-layer_norm.json of ``fastln.layer_norm``. The exit status is 0 if every step passed.
+It installs the wheel into a folder of its own, then runs the tests, compute-sanitizer, the report, the
+benchmark and the training runs against that copy. A step that fails does not stop the others. In the output
+folder it leaves one log for each step, summary.json and the results: bench.json of the named ops,
+layer_norm.json of ``fastln.layer_norm``, backward.json of its backward, training.json. The exit status is 0 if
+every step passed.
 
 The Python that runs it must have torch, pytest and pytest-benchmark; with liger-kernel, Liger is measured too.
 """
@@ -63,13 +64,13 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-STEPS = ("tests", "report", "bench", "memcheck", "racecheck")
+STEPS = ("tests", "report", "bench", "training", "memcheck", "racecheck")
 
 #: How much of the end of a step's log to show, where that is much: tables.
-LINES = {"report": 90, "bench": 90, "layer_norm": 75}
+LINES = {"report": 90, "bench": 90, "layer_norm": 75, "backward": 90}
 
 #: Files of the benchmark. Each runs as a step of its own, named after it, which leaves its results beside its log.
-BENCHES = ("bench/test_forward.py", "bench/test_layer_norm.py")
+BENCHES = ("bench/test_forward.py", "bench/test_layer_norm.py", "bench/test_backward.py")
 
 
 def parse() -> argparse.Namespace:
@@ -85,7 +86,8 @@ def parse() -> argparse.Namespace:
     add("--kernels", default="fastln", help="sanitize kernels with this in their mangled name (default: %(default)s)")
     add("--workers", type=int, default=0, help="run the step tests in so many processes (needs pytest-xdist)")
     add("--bench", default=",".join(BENCHES), help="files the step bench runs (default: %(default)s)")
-    add("-k", default="", help="pytest -k for tests and benchmark")
+    add("-k", default="", help="pytest -k for the step tests, and for bench unless --bench-k is given")
+    add("--bench-k", help="pytest -k for bench alone, as in --bench-k 'target or dx'")
     options = parser.parse_args()
     if not options.wheel.is_file():
         parser.error(f"no such wheel: {options.wheel}")
@@ -113,7 +115,8 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
         f"--rootdir={root} -c {root}/pyproject.toml"
     )
     tests = f"{pytest} {root}/{quote(options.tests)}"
-    chosen = f" -k {quote(options.k)}" if options.k else ""
+    bench_k = options.k if options.bench_k is None else options.bench_k
+    chosen, bench_chosen = (f" -k {quote(text)}" if text else "" for text in (options.k, bench_k))
     sanitizer = (
         f"{quote(find_sanitizer())} --error-exitcode=99 --report-api-errors=no --launch-timeout=120 --print-limit=20 "
         f"--kernel-name=kns={quote(options.kernels)}"
@@ -125,6 +128,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
     steps = [
         Step("tests", f"{tests} -m {quote(options.marks)}{chosen}{workers}", 600),
         Step("report", f"{python} -m fastln", 180),
+        Step("training", f"{python} {root}/bench/train_curve.py {quote(str(options.out / 'training.json'))}", 180),
         Step("memcheck", f"{sanitizer} --tool=memcheck {sanitized}", 400, no_caching),
         Step("racecheck", f"{sanitizer} --tool=racecheck {sanitized}", 400, no_caching),
     ]
@@ -134,7 +138,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
         name = bench_name(path)
         results = quote(str(options.out / f"{name}.json"))
         command = (
-            f"{pytest} {quote(str(path))} --benchmark-json={results} --benchmark-quiet{chosen}; status=$?; "
+            f"{pytest} {quote(str(path))} --benchmark-json={results} --benchmark-quiet{bench_chosen}; status=$?; "
             f"{python} {root}/bench/table.py {results} || status=1; exit $status"
         )
         named["bench"].append(Step(name, command, 500))

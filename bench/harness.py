@@ -1,21 +1,21 @@
-"""How the benchmark makes pytest-benchmark record device seconds, and what torch does not know of the machine."""
+"""How the benchmark makes pytest-benchmark record seconds that were measured in another way than its own."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastln import _timing
 
 
-class DeviceClock:
-    """A clock that stands still except for the device time of the replays it runs.
+class MeasuredClock:
+    """A clock that stands still except for the seconds that the measurements it runs come to.
 
     pytest-benchmark reads its timer before and after each round. With this one as the timer, and
-    :meth:`replay` as what a round does, a round lasts what one call took on the device.
+    :meth:`run` as what a round does, a round lasts what the measurement found: what one call took on the
+    device, say.
     """
 
-    __name__ = "device_clock"  # pytest-benchmark prints a timer's name
+    __name__ = "measured_clock"  # pytest-benchmark prints a timer's name
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -23,29 +23,25 @@ class DeviceClock:
     def __call__(self) -> float:
         return self._now
 
-    def replay(self, timer: _timing.DeviceTimer) -> None:
-        """Replay the graph once, and move on by the device seconds a call."""
-        self._now += timer.replay()
+    def run(self, measure: Callable[[], float]) -> None:
+        """Measure once, and move on by the seconds found."""
+        self._now += measure()
 
 
-CLOCK = DeviceClock()
+CLOCK = MeasuredClock()
 
 
-def record_device_time(benchmark, call: _timing.Call, rotation: Sequence[_timing.Arguments]) -> float | None:
-    """Let ``benchmark`` record ``call``'s device seconds; returns their median (None with --benchmark-disable).
+def record(benchmark, measure: Callable[[], float], rounds: int, warm_up: int = 0) -> float | None:
+    """Let ``benchmark`` record the seconds of ``measure()``; returns their median (None with --benchmark-disable).
 
     The test must be marked ``@pytest.mark.benchmark(timer=CLOCK)``.
     """
-    with _timing.DeviceTimer(call, rotation) as timer:
-        benchmark.extra_info |= {"inputs": len(rotation), "calls_in_a_replay": timer.calls}
-        benchmark.pedantic(CLOCK.replay, args=(timer,), rounds=_timing.REPLAYS, warmup_rounds=_timing.WARM_UP)
+    benchmark.pedantic(CLOCK.run, args=(measure,), rounds=rounds, warmup_rounds=warm_up)
     return benchmark.stats.stats.median if benchmark.enabled else None
 
 
-def driver_version() -> str:
-    """The version of the NVIDIA driver, which torch does not know."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()[0]
-    except (OSError, subprocess.TimeoutExpired, IndexError):
-        return "unknown"
+def record_device_time(benchmark, call: _timing.Call, rotation: Sequence[_timing.Arguments]) -> float | None:
+    """:func:`record` of ``call``'s device seconds, cold."""
+    with _timing.DeviceTimer(call, rotation) as timer:
+        benchmark.extra_info |= {"inputs": len(rotation), "calls_in_a_replay": timer.calls}
+        return record(benchmark, timer.replay, _timing.REPLAYS, _timing.WARM_UP)

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import machine
 import torch
 import torch.nn.functional as F
 import zoo
-from harness import driver_version
 from torch import Tensor, nn
 
 import fastln
-from fastln import _timing, report
+from fastln import _timing
 
 #: dtype of the parameters, and of autocast.
 DTYPES = {
@@ -260,12 +260,9 @@ def main() -> None:
     options = parse()
     torch.set_float32_matmul_precision("high")
     on_gpu = options.device.type == "cuda"
-    facts = report.device_facts(torch.device("cuda", torch.cuda.current_device()) if on_gpu else options.device)
     document = {
         "suite": "models",
-        "machine": report.versions()
-        | {"gpu": facts | {"driver": driver_version() if on_gpu else "none"}}
-        | {"date": datetime.date.today().isoformat()},
+        "machine": machine.facts() | {"date": datetime.date.today().isoformat()},
         "rounds": options.rounds,
         "steps": options.steps,
         "layers": options.size.depth,

@@ -17,7 +17,7 @@ def document(results: dict) -> str:
 
 def caption(results: dict) -> str:
     machine = results["machine"]
-    gpu = machine["gpu"]
+    gpu = machine.get("gpu", {"name": machine["processor"], "driver": "none"})
     return (
         f"{gpu['name']} (driver {gpu['driver']}), torch {machine['torch']}, fastln {machine['fastln']}, "
         f"{machine['date']}. Milliseconds a step, median of {results['rounds']} rounds of {results['steps']} steps in "

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from cell_results import (
+    THEIRS,
+    CellKey,
+    Result,
+    behind_peers,
+    collect,
+    listing,
+    means_sentence,
+    name_of,
+    of_group,
+    over_peer_text,
+    peers_sentence,
+    ratio,
+)
+from figures import COPY, caption, geometric_mean, markdown, shape_text, us
 
-from figures import caption, geometric_mean, markdown, shape_text, us
-
-OURS, THEIRS = "fastln.layer_norm", "F.layer_norm"
+OURS = "fastln.layer_norm"
 
 #: Titles of the groups of cells in norm_cells.py.
 GROUPS = {
@@ -23,69 +34,7 @@ COPY_LIMIT = 1.03
 COPY_COLS = range(128, 65536 + 1)
 
 
-@dataclass
-class Result:
-    """The rows of one cell by contender, and what they say together. Cells compare as ours over theirs."""
-
-    found: dict[str, dict]
-    past_l2: bool
-
-    def seconds(self, name: str) -> float:
-        return self.found[name]["seconds"]
-
-    @property
-    def ours(self) -> dict:
-        return self.found[OURS]
-
-    @property
-    def label(self) -> str:
-        return f"{self.ours['dtype']} {shape_text((self.ours['rows'], self.ours['cols']))}"
-
-    @property
-    def has_peer(self) -> bool:
-        """Whether anyone but ``F.layer_norm`` was measured beside us."""
-        return any(row["kind"] == "peer" for row in self.found.values())
-
-    @cached_property
-    def best_peer(self) -> str:
-        return min((n for n, row in self.found.items() if row["kind"] in ("torch", "peer")), key=self.seconds)
-
-    @property
-    def over_f(self) -> float:
-        return self.seconds(THEIRS) / self.seconds(OURS)
-
-    @property
-    def over_peer(self) -> float:
-        return self.seconds(self.best_peer) / self.seconds(OURS)
-
-    @property
-    def copies(self) -> float:
-        return self.seconds(OURS) / self.seconds("copy")
-
-
-def collect(machine: dict, rows: list[dict]) -> dict[tuple[str, int, int], Result]:
-    """Results by (dtype, rows, cols); only of cells that have ours, ``F.layer_norm`` and the copy."""
-    by_cell: dict[tuple[str, int, int], dict[str, dict]] = {}
-    for row in rows:
-        if row["kind"] != "chain":
-            by_cell.setdefault((row["dtype"], row["rows"], row["cols"]), {})[row["name"]] = row
-    results = {}
-    for key, found in by_cell.items():
-        if {OURS, THEIRS, "copy"} <= set(found):
-            size = found["copy"]["bytes"]  # x read and written, and nothing else
-            results[key] = Result(found, past_l2=size > machine["gpu"]["l2_bytes"])
-    return results
-
-
 # ------------------------------------------------------------------------------------------- parts
-
-
-def name_of(contender: str) -> str:
-    return contender if contender == "Liger" else f"`{contender}`"
-
-
-def ratio(value: float) -> str:
-    return f"{value:.2f}x"
 
 
 def cell_table(results: list[Result]) -> str:
@@ -101,7 +50,7 @@ def cell_table(results: list[Result]) -> str:
             us(r.seconds("copy")),
             ratio(r.over_f),
             ratio(r.over_peer),
-            f"{r.copies:.3f}" if r.past_l2 else f"({r.copies:.3f})",
+            f"{r.over_floor:.3f}" if r.past_l2 else f"({r.over_floor:.3f})",
             f"{r.ours['gb_per_second']:.0f}",
         ]
         for r in results
@@ -110,24 +59,14 @@ def cell_table(results: list[Result]) -> str:
 
 
 def mean_line(title: str, results: list[Result]) -> list[str]:
-    rivals = [r.over_peer for r in results if r.has_peer]
-    past = [r.copies for r in results if r.past_l2]
+    past = [r.over_floor for r in results if r.past_l2]
     return [
         title,
         str(len(results)),
         ratio(geometric_mean([r.over_f for r in results])),
-        f"{ratio(geometric_mean(rivals))} ({len(rivals)})" if rivals else "",
+        over_peer_text(results),
         f"{geometric_mean(past):.3f} ({len(past)})" if past else "",
     ]
-
-
-def of_group(results: list[Result], group: str) -> list[Result]:
-    """The results of a group, by columns and rows but for the target cells, whose order is that of the targets."""
-    chosen = [r for r in results if group in r.ours["groups"]]
-    if group != "target":
-        dtypes = list(dict.fromkeys(r.ours["dtype"] for r in results))
-        chosen.sort(key=lambda r: (dtypes.index(r.ours["dtype"]), r.ours["cols"], r.ours["rows"]))
-    return chosen
 
 
 def mean_table(results: list[Result]) -> str:
@@ -144,17 +83,13 @@ def mean_table(results: list[Result]) -> str:
 
 def misses(results: list[Result]) -> str:
     """The cells that miss a target, worst first."""
-    behind = sorted((r for r in results if r.over_peer < 1), key=lambda r: r.over_peer)
-    over = sorted((r for r in results if r.past_l2 and r.copies > COPY_LIMIT), key=lambda r: -r.copies)
+    over = sorted((r for r in results if r.past_l2 and r.over_floor > COPY_LIMIT), key=lambda r: -r.over_floor)
     inside, outside = ([r for r in over if (r.ours["cols"] in COPY_COLS) == wanted] for wanted in (True, False))
     limit = f"more than {COPY_LIMIT - 1:.0%} over the copy"
     bounds = f"{COPY_COLS[0]} to {COPY_COLS[-1]} columns"
     past = sum(r.past_l2 for r in results)
     lines = [
-        listing(
-            f"Slower than the best peer measured there (of {len(results)} cells)",
-            [f"{r.label} ({name_of(r.best_peer)}, {r.over_peer:.3f}x)" for r in behind],
-        ),
+        behind_peers(results),
         listing(f"Past L2 and {limit}, {bounds} (of {past} cells past L2)", list(map(copies_text, inside))),
         listing(f"Past L2 and {limit}, other columns", list(map(copies_text, outside))),
     ]
@@ -162,14 +97,10 @@ def misses(results: list[Result]) -> str:
 
 
 def copies_text(result: Result) -> str:
-    return f"{result.label} ({result.copies:.3f})"
+    return f"{result.label} ({result.over_floor:.3f})"
 
 
-def listing(title: str, items: list[str]) -> str:
-    return f"- {title}: {len(items)}" + (f": {', '.join(items)}" if items else "") + "."
-
-
-def odd_table(results: dict[tuple[str, int, int], Result]) -> str:
+def odd_table(results: dict[CellKey, Result]) -> str:
     """Each odd row length beside its even neighbour, where both were measured with as many rows."""
     lines = []
     for (dtype, rows, cols), odd in results.items():
@@ -182,9 +113,9 @@ def odd_table(results: dict[tuple[str, int, int], Result]) -> str:
     return markdown(header, lines) if lines else ""
 
 
-def chain_table(rows: list[dict], results: dict[tuple[str, int, int], Result]) -> str:
+def chain_table(rows: list[dict], results: dict[CellKey, Result]) -> str:
     """layer_norm and the matmul that reads its output, with either layer norm."""
-    chains: dict[tuple[str, int, int], dict[str, float]] = {}
+    chains: dict[CellKey, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "chain":
             chains.setdefault((row["dtype"], row["rows"], row["cols"]), {})[row["name"]] = row["seconds"]
@@ -228,12 +159,10 @@ def host_table(results: list[Result]) -> str:
 
 
 def sentence(machine: dict) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in machine.get("peers", {}).items())
-    peers = f" Peers run on {versions}." if versions else ""
-    return f"{caption(machine)}{peers} Weight and bias have the dtype of x."
+    return f"{caption(machine, COPY)}{peers_sentence(machine)} Weight and bias have the dtype of x."
 
 
-def summary(rows: list[dict], by_key: dict[tuple[str, int, int], Result]) -> list[str]:
+def summary(rows: list[dict], by_key: dict[CellKey, Result]) -> list[str]:
     """Geometric means, misses, and what is no cell of its own."""
     results = list(by_key.values())
     parts = [mean_table(results), misses(results)] if results else []
@@ -273,10 +202,5 @@ def short_document(machine: dict, rows: list[dict]) -> str:
     header = ["float16, rows x cols", "`fastln`", "`F.layer_norm`", "best peer", "copy", "over `F.layer_norm`"]
     parts = [sentence(machine), markdown([*header, "over best peer"], lines)]
     if targets:
-        _, count, over_f, over_peer, _ = mean_line("", targets)
-        dtypes = ", ".join(dict.fromkeys(r.ours["dtype"] for r in targets))
-        means = f"{over_f} over `F.layer_norm`" + (
-            f", {over_peer.split(' ')[0]} over the best peer" if over_peer else ""
-        )
-        parts.append(f"Geometric means over {count} cells ({dtypes}): {means}.")
+        parts.append(means_sentence(targets))
     return "\n\n".join(parts)

@@ -1,9 +1,11 @@
-"""A picture of the benchmark: GB/s against columns, with the copy as the line to reach.
+"""A picture of the benchmark: GB/s against columns, with the floor as the line to reach; or of training: losses.
 
 python bench/plot.py bench/results/h200.json docs/forward.svg                 the named ops
 python bench/plot.py bench/results/layer_norm.json docs/layer_norm.svg        fastln.layer_norm
+python bench/plot.py bench/results/backward.json docs/layer_norm_backward.svg  its backward
+python bench/plot.py bench/results/training.json docs/training.svg             losses of training runs
 
-The results say which of the two it is; --suite chooses where they hold both.
+The results say which of these it is; --suite chooses where they hold several.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ import matplotlib.pyplot as plt
 import named_table
 
 ROWS = 4096
+DTYPES = ("float16", "bfloat16", "float32")  # the order of the panels
 
 #: Greys and dashes for what is compared with; the ops take the colours below in the order of the list of kernels.
 REFERENCES = {
     "copy": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "copy (floor)"},
+    "torch.add": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "x+dy→dx (floor)"},
     "F.layer_norm": {"color": "0.35", "marker": "s", "label": "F.layer_norm"},
     "naive": {"color": "0.65", "marker": "v", "label": "naive"},
     "torch.compile": {"color": "0.5", "marker": "^", "label": "torch.compile"},
     "Liger": {"color": "0.65", "marker": "v", "label": "Liger"},
 }
+LABELS = {"fastln.layer_norm_bwd": "fastln"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinct without colour vision
 MARKERS = "oD^XPh"
 
@@ -52,25 +57,39 @@ def layer_norm(rows: list[dict]) -> tuple[str, list[dict]]:
     return "fastln.layer_norm, inputs of 64 to 128 MiB", [r for r in rows if "sweep" in r["groups"]]
 
 
-SUITES = {"named": named, "layer_norm": layer_norm}
+def backward(rows: list[dict]) -> tuple[str, list[dict]]:
+    """Title and rows of the picture of the backward: its sweep."""
+    return "Backward of fastln.layer_norm, inputs of 64 to 128 MiB", [r for r in rows if "sweep" in r["groups"]]
 
 
-def draw(machine: dict, rows: list[dict], suite: str, target: Path) -> None:
-    title, rows = SUITES[suite]([row for row in rows if row["suite"] == suite])
-    if not rows:
-        raise SystemExit(f"the results hold nothing to draw for {suite}")
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    plt.rcParams.update(STYLE)
+SUITES = {"named": named, "layer_norm": layer_norm, "backward": backward}
+
+
+def draw(machine: dict, rows: list[dict], suite: str):
+    """The figure of a suite: a panel for each dtype."""
+    title, rows = SUITES[suite](rows)
+    dtypes = dtypes_of(rows)
     figure, axes = plt.subplots(1, len(dtypes), figsize=(4.6 * len(dtypes), 4.2), sharey=True, squeeze=False)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
         panel(axis, [r for r in rows if r["dtype"] == dtype], dtype)
     axes[0][0].set_ylabel("GB/s, cold")
     axes[0][0].set_ylim(0, 1.05 * max(row["gb_per_second"] for row in rows))  # of all panels
-    gpu, torch = machine["gpu"]["name"], machine["torch"]
-    figure.suptitle(f"{title} on {gpu} (torch {torch}, fastln {machine['fastln']})", fontsize=10)
+    finish(figure, title, machine)
+    return figure
+
+
+def finish(figure, title: str, machine: dict) -> None:
+    name, torch = machine.get("gpu", {"name": "a CPU"})["name"], machine["torch"]
+    figure.suptitle(f"{title} on {name} (torch {torch}, fastln {machine['fastln']})", fontsize=10)
     figure.tight_layout()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=160, metadata={"Date": None} if target.suffix == ".svg" else None)
+
+
+def dtypes_of(rows: list[dict]) -> list[str]:
+    """Those that there are, in the order of the panels."""
+    found = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    if not found:
+        raise SystemExit("the results hold nothing to draw for this suite")
+    return found
 
 
 def panel(axis, rows: list[dict], dtype: str) -> None:
@@ -86,7 +105,7 @@ def panel(axis, rows: list[dict], dtype: str) -> None:
             style = {
                 "color": COLOURS[ops % 6],
                 "marker": MARKERS[ops % 6],
-                "label": named_table.short(name),
+                "label": LABELS.get(name, named_table.short(name)),
                 "zorder": 3,
             }
             ops += 1
@@ -109,16 +128,46 @@ def cols_text(cols: int) -> str:
     return str(cols) if cols < 10000 else f"{cols // 1024}k"
 
 
+def draw_training(machine: dict, rows: list[dict]):
+    """The figure of the training runs: losses, and below them how far each run is from the first."""
+    dtypes = dtypes_of(rows)
+    figure, axes = plt.subplots(2, len(dtypes), figsize=(4.6 * len(dtypes), 5.4), sharex=True, squeeze=False)
+    for (above, below), dtype in zip(axes.T, dtypes, strict=True):
+        reference, *others = (row for row in rows if row["dtype"] == dtype)
+        steps = range(1, len(reference["losses"]) + 1)
+        above.plot(steps, reference["losses"], color="0.75", linewidth=4, label=reference["name"])
+        for i, row in enumerate(others):
+            style = {"color": COLOURS[i], "linewidth": 1.2, "linestyle": ("-", "--")[i % 2], "label": row["name"]}
+            above.plot(steps, row["losses"], **style)
+            differences = [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True)]
+            below.plot(steps, differences, **style)
+        below.set_yscale("symlog", linthresh=1e-7)
+        below.set_ylim(bottom=0)
+        below.set_xlabel("step")
+        above.set_title(dtype, fontsize=9)
+        above.legend(fontsize=8, frameon=False)
+    axes[0][0].set_ylabel("loss")
+    axes[1][0].set_ylabel(f"|loss - loss with {reference['name']}|")
+    finish(figure, "Training a small transformer", machine)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON that `pytest bench --benchmark-json=FILE` wrote")
+    parser.add_argument("results", type=Path, help="JSON that the benchmark or train_curve.py wrote")
     parser.add_argument("picture", type=Path, help="file to write, .svg or .png")
-    parser.add_argument("--suite", choices=SUITES, help="default: what the results begin with")
+    parser.add_argument("--suite", choices=(*SUITES, "training"), help="default: what the results begin with")
     options = parser.parse_args()
     machine, rows = figures.load(options.results)
     if not rows:
         parser.error(f"{options.results} holds no measurements")
-    draw(machine, rows, options.suite or rows[0]["suite"], options.picture)
+    suite = options.suite or rows[0]["suite"]
+    rows = [row for row in rows if row["suite"] == suite]
+    plt.rcParams.update(STYLE)
+    figure = draw_training(machine, rows) if suite == "training" else draw(machine, rows, suite)
+    target = options.picture
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=160, metadata={"Date": None} if target.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Markdown tables from the JSON of the benchmark, of the named ops and of ``fastln.layer_norm``.
+"""Markdown tables from the JSON of the benchmark: named ops, ``fastln.layer_norm``, its backward, training.
 
 python bench/table.py build/bench.json                                     print them
 python bench/table.py bench/results/layer_norm.json --into README.md       put them into a file
 
 A section NAME goes between the lines ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. The named ops make
 the section ``bench``; layer_norm makes ``layer_norm`` (summary and every cell), ``layer_norm_short`` (the
-float16 cells that have a target) and ``layer_norm_summary`` (the summary alone). bench/models.py makes ``models``
-and ``host``.
+float16 cells that have a target) and ``layer_norm_summary`` (the summary alone); the backward likewise makes
+``backward``, ``backward_short`` (the cells that have a target) and ``backward_summary``; the training runs make
+``training``; bench/models.py makes ``models`` and ``host``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import json
 import sys
 from pathlib import Path
 
+import bwd_table
 import figures
 import models_table
 import named_table
 import norm_table
+import training_table
 
 
 def sections(path: Path) -> dict[str, str]:
@@ -29,14 +32,22 @@ def sections(path: Path) -> dict[str, str]:
         found = {"models": models_table.document(document)} if document["models"] else {}
         return found | ({"host": models_table.host_document(document)} if document["host"] else {})
     machine, rows = figures.load(path)
-    named, norm = ([row for row in rows if row["suite"] == suite] for suite in ("named", "layer_norm"))
+    named, norm, backward, training = (
+        [row for row in rows if row["suite"] == suite] for suite in ("named", "layer_norm", "backward", "training")
+    )
     found = {}
     if named:
-        found["bench"] = f"{figures.caption(machine)}\n\n{named_table.document(named)}"
+        found["bench"] = f"{figures.caption(machine, figures.COPY)}\n\n{named_table.document(named)}"
     if norm:
         found["layer_norm"] = norm_table.document(machine, norm)
         found["layer_norm_short"] = norm_table.short_document(machine, norm)
         found["layer_norm_summary"] = norm_table.summary_document(machine, norm)
+    if backward:
+        found["backward"] = bwd_table.document(machine, backward)
+        found["backward_short"] = bwd_table.short_document(machine, backward)
+        found["backward_summary"] = bwd_table.summary_document(machine, backward)
+    if training:
+        found["training"] = training_table.document(machine, training)
     return found
 
 
@@ -61,7 +72,7 @@ def insert(found: dict[str, str], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON that `pytest bench --benchmark-json=FILE` wrote")
+    parser.add_argument("results", type=Path, help="JSON that the benchmark or train_curve.py wrote")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown file to update, not print")
     options = parser.parse_args()
     for path in filter(None, (options.results, options.into)):

@@ -7,9 +7,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fastln._forward_ad import has_tangent
+from fastln import _autograd, _formula
 from fastln._library import KERNELS, Kernel
 from fastln._refuse import dtype_name, refuse
+from fastln._transforms import has_tangent, in_derivative, in_functorch
 
 # -------------------------------------------------------------------------------------------- checks
 
@@ -113,34 +114,57 @@ def _register_fakes(kernel: Kernel, name: str) -> None:
 # ------------------------------------------------------------------------------------------- autograd
 
 
-class _NoBackward(torch.autograd.Function):
-    """The op on the way forward; a clear error on the way back, never silent zeros."""
+class _Named(torch.autograd.Function):
+    """A named op, whose gradients are those of the formula with statistics in float32, whatever it accumulates in.
+
+    Saves input and weight; the way back recomputes the statistics, which the kernels do not keep.
+    """
 
     @staticmethod
-    def forward(ctx, kernel, overload, *args):
-        ctx.kernel = kernel
-        return _below_autograd(overload, *args)
+    def forward(ctx, overload, input, weight, bias, eps):
+        is_scalar = not isinstance(weight, Tensor) and weight is not None
+        ctx.save_for_backward(input, None if is_scalar else weight)
+        ctx.scalar = weight if is_scalar else None
+        ctx.bias_dtype = bias.dtype if isinstance(bias, Tensor) else None
+        ctx.eps = eps
+        return _autograd.run(overload, input, weight, bias, eps)
 
     @staticmethod
-    def backward(ctx, grad):
-        _fail(ctx.kernel, "expected no backward, which this op does not have yet, got one; use F.layer_norm to train")
+    def backward(ctx, grad_out):
+        input, weight = ctx.saved_tensors
+        shape = input.shape[-1:]
+        if ctx.scalar is not None:
+            weight = torch.full(shape, ctx.scalar, dtype=torch.float32, device=input.device)
+        mask = ctx.needs_input_grad[1:4]
+        if _autograd.backward_is_differentiated():
+            grads = _formula.gradients(grad_out, input, shape, weight, ctx.eps, mask)
+        else:
+            _, mean, rstd = _autograd.run(torch.ops.fastln.layer_norm_fwd.default, input, shape, None, None, ctx.eps)
+            grads = _autograd.gradients(grad_out, input, shape, mean, rstd, weight, ctx.bias_dtype, mask)
+        return None, *grads, None
 
 
-def _below_autograd(overload, *args, **kwargs):
-    with torch._C._AutoDispatchBelowAutograd():
-        return overload(*args, **kwargs)
+_NO_RULE = "expected no derivative by forward mode or torch.func, which this op does not have, got one"
 
 
-def _out_requires_grad(*tensors):
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _without_rule(*tensors):
+    """Whether a derivative that the op has no rule for is to be taken through any of these."""
+    return has_tangent(*tensors) or (in_functorch() and in_derivative())
 
 
-def _differentiable(kernel, overload, *args):
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    if has_tangent(*tensors):
-        _fail(kernel, "expected no forward-mode derivative, which this op does not have, got one")
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return _NoBackward.apply(kernel, overload, *args) if needs_grad else _below_autograd(overload, *args)
+def _differentiable(kernel, overload, input, weight, bias, eps):
+    tensors = [a for a in (input, weight, bias) if isinstance(a, Tensor)]
+    if _without_rule(*tensors):
+        _fail(kernel, _NO_RULE)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _Named.apply(overload, input, weight, bias, eps)
+    return _autograd.run(overload, input, weight, bias, eps)
+
+
+def _out_needs_derivative(*tensors):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    return _without_rule(*tensors)
 
 
 def _autograd_kernels(kernel: Kernel):
@@ -153,9 +177,9 @@ def _autograd_kernels(kernel: Kernel):
         return _differentiable(kernel, kernel.op.scalar, input, weight, bias, eps)
 
     def out(input, weight=None, bias=None, eps=1e-5, *, out):
-        if _out_requires_grad(input, weight, bias, out):
+        if _out_needs_derivative(input, weight, bias, out):
             _fail(kernel, _OUT_REFUSALS[1])
-        _below_autograd(kernel.op.out, input, weight, bias, eps, out=out)
+        _autograd.run(kernel.op.out, input, weight, bias, eps, out=out)
 
     return {"default": default, "scalar": scalar, "out": out}
 
@@ -181,15 +205,16 @@ def _register() -> None:
             # The twin has no autograd of its own: its callers are below it already.
             _registrations.impl(getattr(kernel.twin, overload), torch.library.fallthrough_kernel, "Autograd")
 
-    def with_grad(index, *args):
-        return by_index[index]["default"](*args)
+    # The gate raises the errors, of which these tell it by what they return: one raised here would lose its text on
+    # the way through C.
+    def with_grad(index, input, weight, bias, eps):
+        return None if _without_rule(input, weight, bias) else by_index[index]["default"](input, weight, bias, eps)
 
-    def with_grad_scalar(index, *args):
-        return by_index[index]["scalar"](*args)
+    def with_grad_scalar(index, input, weight, bias, eps):
+        return None if _without_rule(input) else by_index[index]["scalar"](input, weight, bias, eps)
 
     def with_grad_out(index, input, weight, bias, eps, out):
-        # The gate raises the error: one raised here would lose its text on the way through C.
-        if _out_requires_grad(input, weight, bias, out):
+        if _out_needs_derivative(input, weight, bias, out):
             return 1
         refusal = _overlap_refusal(out, input, weight, bias)
         if refusal == 0:

@@ -1,4 +1,4 @@
-"""What ``fastln::layer_norm`` needs in Python: the function that models call, fakes, and autograd."""
+"""What ``fastln::layer_norm`` needs in Python: the function that models call, its plans, and autograd."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from fastln import _autograd
 from fastln._autocast import autocast_arguments
 from fastln._compile import traced
-from fastln._forward_ad import in_dual_level
 from fastln._library import library
+from fastln._norm_fakes import FLOATING
 from fastln._refuse import dtype_name, refuse
-
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from fastln._transforms import in_derivative, in_functorch, requires_grad
 
 _op = torch.ops.fastln.layer_norm.default
-_twin = torch.ops.fastln._layer_norm.default  # the same kernels, without autograd
+_launch = torch.ops.fastln._layer_norm.default._op  # the same kernels, without autograd
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def layer_norm(
@@ -59,14 +63,21 @@ def layer_norm(
     values, the number of columns, the dtype and the parameters alone: not on the batch, nor on the row's
     place, stride or alignment in it. On the CPU this is aten's kernel.
     """
-    if torch.compiler.is_compiling():
+    # A plain call costs little more than the op's launch: hence names bound once, and no further function but the one
+    # that launches.
+    if _is_compiling():
         return traced(input, normalized_shape, weight, bias, eps)
-    if torch._C._is_any_autocast_enabled():
+    if _is_any_autocast_enabled():
         input, weight, bias = autocast_arguments(input, weight, bias)
-    # What _op's Autograd kernel would find out in C++ is 2 us cheaper to know here.
-    if _needs_derivative(input, weight, bias):
-        return _through_aten(input, normalized_shape, weight, bias, eps)
-    return _twin(input, normalized_shape, weight, bias, eps)
+    if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says
+        return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+    if _is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return _autograd.LayerNorm.apply(input, normalized_shape, weight, bias, eps)
+    return _launch(input, normalized_shape, weight, bias, eps)
 
 
 # ------------------------------------------------------------------------------------------- planning
@@ -104,7 +115,7 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True, w
     """
     if cols < 1:
         raise ValueError(f"fastln.plan: expected cols of at least 1, got {cols}")
-    if dtype not in _FLOATING:
+    if dtype not in FLOATING:
         raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
     values = (ctypes.c_int32 * 3)()
     library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, clusters, wide_blocks, values)
@@ -144,107 +155,31 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
     return cluster == 1 and pieces in (2, 3, 4, 8) and (whole_warps or threads in (1, 2, 4, 8, 16))
 
 
-# ---------------------------------------------------------------------------------------------- fakes
-
-
-def _check_affine(what: str, tensor: Tensor | None, input: Tensor, shape: Sequence[int]) -> None:
-    if tensor is None:
-        return
-    if list(tensor.shape) != list(shape):
-        refuse("layer_norm", f"expected {what} of shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype not in _FLOATING:
-        wanted = "float16, bfloat16, float32 or float64"
-        refuse("layer_norm", f"expected {what} of dtype {wanted}, got {dtype_name(tensor.dtype)}")
-    if tensor.device != input.device:
-        refuse("layer_norm", f"expected {what} on {input.device}, got {tensor.device}")
-
-
-def _check(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> None:
-    if input.dtype not in _FLOATING:
-        wanted = "float16, bfloat16, float32 or float64"
-        refuse("layer_norm", f"expected input of dtype {wanted}, got {dtype_name(input.dtype)}")
-    if len(shape) == 0:
-        refuse("layer_norm", "expected normalized_shape of at least 1 dimension, got []")
-    if input.dim() < len(shape) or list(input.shape[-len(shape) :]) != list(shape):
-        wanted = f"expected input whose last dimensions are normalized_shape {list(shape)}"
-        refuse("layer_norm", f"{wanted}, got shape {list(input.shape)}")
-    _check_affine("weight", weight, input, shape)
-    _check_affine("bias", bias, input, shape)
-
-
-@torch.library.register_fake("fastln::layer_norm")
-def _fake(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-    _check(input, normalized_shape, weight, bias)
-    return input.new_empty(input.shape)
-
-
-torch.library.register_fake("fastln::_layer_norm", _fake)
-
-
-@torch.library.register_fake("fastln::layer_norm_fwd")
-def _fake_fwd(input, normalized_shape, weight, bias, eps):
-    _check(input, normalized_shape, weight, bias)
-    stats = [*input.shape[: input.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
-    stats_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return (
-        input.new_empty(input.shape),
-        input.new_empty(stats, dtype=stats_dtype),
-        input.new_empty(stats, dtype=stats_dtype),
-    )
-
-
 # ------------------------------------------------------------------------------------------- autograd
 
 
-def _through_aten(input, normalized_shape, weight, bias, eps):
-    """aten's layer norm, with its derivatives, for every mixture of dtypes that we take."""
-    _check(input, normalized_shape, weight, bias)
-    if weight is None and bias is not None:
-        # Without a weight, aten's second derivative by the bias is zero, which it should not be.
-        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-        return (torch.layer_norm(input.to(wide), normalized_shape, None, None, eps) + bias.to(wide)).to(input.dtype)
-    if len({t.dtype for t in (input, weight, bias) if t is not None}) == 1:
-        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
-    return torch.layer_norm(input.to(wide), normalized_shape, weight, bias, eps).to(input.dtype)
+def _without_derivative(op: str):
+    """The Autograd kernel of an op that has no derivative: it runs where none is needed, and refuses where one is."""
+    overload = getattr(torch.ops.fastln, op).default
 
+    def autograd(*args):
+        if in_derivative() or requires_grad(*(a for a in args if isinstance(a, Tensor))):
+            refuse(op, f"expected no argument of {op} to need a derivative, which layer_norm has, got one that does")
+        return _autograd.run(overload, *args)
 
-def _needs_derivative(input, weight, bias):
-    if in_dual_level():
-        return True
-    return torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
-
-
-def _autograd(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-    if _needs_derivative(input, weight, bias):
-        return _through_aten(input, normalized_shape, weight, bias, eps)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(input, normalized_shape, weight, bias, eps)
+    return autograd
 
 
 # Registrations live as long as the Library object that made them.
 _registrations = torch.library.Library("fastln", "IMPL")
 _registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
-
-
-def _fwd_autograd(input, normalized_shape, weight, bias, eps):
-    if _needs_derivative(input, weight, bias):
-        refuse("layer_norm", "expected no argument of layer_norm_fwd to need a derivative, got one that does")
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.fastln.layer_norm_fwd.default(input, normalized_shape, weight, bias, eps)
-
-
-_registrations.impl("layer_norm_fwd", _fwd_autograd, "Autograd")
-_registrations.impl("_layer_norm_with_grad", _autograd, "CompositeImplicitAutograd")
+for _name in ("layer_norm_fwd", "layer_norm_bwd"):
+    _registrations.impl(_name, _without_derivative(_name), "Autograd")
+_registrations.impl("_layer_norm_with_grad", _autograd.layer_norm, "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.
-_registrations.impl("layer_norm", _autograd, "AutogradMeta")
+_registrations.impl("layer_norm", _autograd.layer_norm, "AutogradMeta")
 for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-    _op.py_impl(getattr(torch._C.DispatchKey, _key))(_autograd)
+    _op.py_impl(getattr(torch._C.DispatchKey, _key))(_autograd.layer_norm)
 
 force_plan(os.environ.get("FASTLN_PLAN", ""))

@@ -141,15 +141,34 @@ def host_time(call: Call, arguments: Arguments, batches: int = 21, calls: int = 
     A batch stays well below the number of launches that the driver queues before it makes the host
     wait; the device is idle at the start of each. The figure means something for small tensors only.
     """
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times = []
     for _ in range(batches + 1):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             call(*arguments)
         times.append((time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
+    synchronize()
     return statistics.median(times[1:])  # the first batch warms up
+
+
+def host_time_of_step(call: Call, arguments: Arguments, batches: int = 21, calls: int = 50) -> float:
+    """Host seconds of one eager ``call`` and of ``backward()`` of its output, likewise.
+
+    The arguments that require grad are leaves; they lose their gradients before each step, as an optimizer has it.
+    """
+    with torch.no_grad():
+        grad_out = torch.ones_like(call(*arguments))
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        call(*arguments).backward(grad_out)
+
+    with torch.enable_grad():
+        return host_time(step, (), batches, calls)
 
 
 def _l2_bytes(device: torch.device) -> int:

@@ -69,6 +69,10 @@ struct Lanes {
     else return a;
   }
 
+  static constexpr int kWidth = kItems / kCount;  // items of a lane
+
+  __device__ __forceinline__ static Lane zero() { return splat(convert<Acc>(0.0f)); }
+
   // Lane i of packed items.
   template <typename T>
   __device__ __forceinline__ static Lane lane_of(const Vec<T, kItems>& v, int i) {
@@ -115,8 +119,24 @@ struct Lanes {
     Lane sum[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum[i] = lane[i];
+    return total_of(sum, kCount);
+  }
+
+  // Sum of their squares, in the same order; its first additions are fused with multiplications.
+  __device__ __forceinline__ Acc total_squares() const {
+    constexpr int kHalf = kCount / 2;
+    Lane sum[kCount];
 #pragma unroll
-    for (int width = kCount / 2; width > 0; width /= 2) {
+    for (int i = kHalf; i < kCount; ++i) sum[i] = mul(lane[i], lane[i]);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) sum[i] = fma(lane[i], lane[i], sum[i + kHalf]);
+    return total_of(sum, kHalf > 0 ? kHalf : 1);
+  }
+
+ private:
+  __device__ __forceinline__ static Acc total_of(Lane (&sum)[kCount], int count) {
+#pragma unroll
+    for (int width = count / 2; width > 0; width /= 2) {
 #pragma unroll
       for (int i = 0; i < width; ++i) sum[i] = add(sum[i], sum[i + width]);
     }

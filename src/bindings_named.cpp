@@ -4,7 +4,7 @@
 // Each op has a public name, fastln::layer_norm_X, and a private twin fastln::_layer_norm_X that holds
 // the CPU and CUDA kernels. The public name's Autograd kernel is a gate: without grad mode it goes
 // straight on to the twin, so an inference call never enters Python; with it, it goes to the Python
-// autograd of fastln/_ops.py. The stable ABI cannot redispatch below autograd, hence two names.
+// autograd of fastln/_named.py. The stable ABI cannot redispatch below autograd, hence two names.
 #include <algorithm>
 #include <cfloat>
 #include <optional>
@@ -33,15 +33,17 @@ struct half {};  // stands for float16 where the list says `half`
 template <typename T> constexpr ScalarType kTypeOf = ScalarType::Float;
 template <> constexpr ScalarType kTypeOf<half> = ScalarType::Half;
 
-#define FASTLN_ENTRY(name, Elem, Acc, items, access)                                             \
-  KernelEntry{"layer_norm_" #name, "fastln::_layer_norm_" #name, kTypeOf<Elem>, std::is_same_v<Acc, half>, \
-              cuda_layer_norm_##name, cpu_layer_norm_##name},
+#define FASTLN_ENTRY(name, Elem, Acc, items, access)                                  \
+  KernelEntry{"layer_norm_" #name,       "fastln::_layer_norm_" #name, kTypeOf<Elem>, \
+              std::is_same_v<Acc, half>, cuda_layer_norm_##name,       cpu_layer_norm_##name},
 constexpr KernelEntry kKernels[] = {FASTLN_KERNELS(FASTLN_ENTRY)};
 #undef FASTLN_ENTRY
 constexpr size_t kKernelCount = std::size(kKernels);
 
 // -------------------------------------------------------------------------------------------- checks
 
+constexpr const char* kNoRule =
+    "expected no derivative by forward mode or torch.func, which this op does not have, got one";
 constexpr const char* kOutRequiresGrad = "expected no argument of the out overload to require grad, got one that does";
 constexpr const char* kOutOverlapsInput = "expected out to be input itself or not to overlap it, got a partial overlap";
 constexpr const char* kOutOverlapsWeight = "expected out not to overlap weight, got an overlap";
@@ -61,8 +63,7 @@ void check_affine(const KernelEntry& k, const char* what, const Tensor& t, const
   if (type != k.element && type != ScalarType::Float)
     fail(k.name, "expected ", what, " of dtype ", dtype_name(k.element),
          k.element == ScalarType::Float ? "" : " or float32", ", got ", dtype_name(type));
-  if (!on_same_device(t, input))
-    fail(k.name, "expected ", what, " on ", device_text(input), ", got ", device_text(t));
+  if (!on_same_device(t, input)) fail(k.name, "expected ", what, " on ", device_text(input), ", got ", device_text(t));
 }
 
 void check_out(const KernelEntry& k, const Tensor& out, const Tensor& input) {
@@ -130,25 +131,31 @@ void run(const KernelEntry& k, const Tensor& input, Affine weight, Affine bias, 
   const CurrentDevice current(device);
   auto stride = row_stride(input, 1);
   const Tensor x = stride ? input : as_contiguous(input);
-  const Rows rows{x.const_data_ptr(), out.mutable_data_ptr(), out.numel() / cols, cols, stride.value_or(cols),
-                  weight,             bias,                   eps_of(k, eps), 0};
+  const Rows rows{x.const_data_ptr(),
+                  out.mutable_data_ptr(),
+                  out.numel() / cols,
+                  cols,
+                  stride.value_or(cols),
+                  weight,
+                  bias,
+                  eps_of(k, eps),
+                  0};
   if (cuda) {
     if (const char* error = k.cuda(rows, device_facts(device), current_stream(device))) fail(k.name, "CUDA: ", error);
   } else {
     // Rows are independent; a grain of about 32k elements outweighs waking a thread.
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / cols);
-    torch::stable::parallel_for(0, rows.rows, grain,
-                                [&](int64_t begin, int64_t end) { k.cpu(rows, begin, end); });
+    torch::stable::parallel_for(0, rows.rows, grain, [&](int64_t begin, int64_t end) { k.cpu(rows, begin, end); });
   }
 }
 
-void run_affine(const KernelEntry& k, const Tensor& input, const OptionalTensor& weight,
-                const OptionalTensor& bias, double eps, const Tensor& out) {
+void run_affine(const KernelEntry& k, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                double eps, const Tensor& out) {
   // The copies, if any, must outlive the launch call.
   const OptionalTensor w = weight ? OptionalTensor(as_contiguous(*weight)) : std::nullopt;
   const OptionalTensor b = bias ? OptionalTensor(as_contiguous(*bias)) : std::nullopt;
-  run(k, input, w ? affine_of(*w, k.element) : scalar_affine(1), b ? affine_of(*b, k.element) : scalar_affine(0),
-      eps, out);
+  run(k, input, w ? affine_of(*w, k.element) : scalar_affine(1), b ? affine_of(*b, k.element) : scalar_affine(0), eps,
+      out);
 }
 
 // Tells autograd that `out` is about to change, as an in-place torch op would, so that a graph which
@@ -229,20 +236,31 @@ StableIValue call_python(size_t index, const char* overload, const Args&... args
 
 template <typename... Args>
 StableIValue go_on(size_t index, const char* overload, const Args&... args) {
-  return aoti_torch_grad_mode_is_enabled() ? call_python(index, overload, args...)
-                                           : call_twin(kKernels[index], overload, args...);
+  const auto is_wrapped = [](const auto& arg) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(arg)>>) return false;
+    else return is_wrapper(arg);
+  };
+  const bool to_python = aoti_torch_grad_mode_is_enabled() || (is_wrapped(args) || ...);
+  return to_python ? call_python(index, overload, args...) : call_twin(kKernels[index], overload, args...);
+}
+
+// Python returns no tensor where a derivative is to be taken that the op has no rule for.
+Tensor result(size_t index, StableIValue returned) {
+  const auto out = torch::stable::detail::to<Tensor>(returned);
+  if (!out.defined()) fail(kKernels[index].name, kNoRule);
+  return out;
 }
 
 template <size_t kIndex>
 Tensor gate(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps) {
   check(kKernels[kIndex], input, weight, bias);
-  return torch::stable::detail::to<Tensor>(go_on(kIndex, "", input, weight, bias, eps));
+  return result(kIndex, go_on(kIndex, "", input, weight, bias, eps));
 }
 
 template <size_t kIndex>
 Tensor gate_scalar(Tensor input, double weight, double bias, double eps) {
   check(kKernels[kIndex], input);
-  return torch::stable::detail::to<Tensor>(go_on(kIndex, "scalar", input, weight, bias, eps));
+  return result(kIndex, go_on(kIndex, "scalar", input, weight, bias, eps));
 }
 
 template <size_t kIndex>
@@ -270,8 +288,7 @@ void gate_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double e
 using Library = torch::stable::detail::StableLibrary;
 
 constexpr const char* kSignature = "(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor";
-constexpr const char* kScalarSignature =
-    ".scalar(Tensor input, float weight, float bias, float eps=1e-05) -> Tensor";
+constexpr const char* kScalarSignature = ".scalar(Tensor input, float weight, float bias, float eps=1e-05) -> Tensor";
 // Returns nothing: torch before 2.14 cannot functionalise a custom op whose return aliases `out`.
 constexpr const char* kOutSignature =
     ".out(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, Tensor(a!) out) -> ()";
@@ -288,8 +305,7 @@ void for_each_kernel(F f) {
 void define(Library& m) {
   for (const KernelEntry& k : kKernels)
     for (const std::string& name : {"fastln::" + std::string(k.name), std::string(k.twin)})
-      for (const char* signature : {kSignature, kScalarSignature, kOutSignature})
-        m.def((name + signature).c_str());
+      for (const char* signature : {kSignature, kScalarSignature, kOutSignature}) m.def((name + signature).c_str());
   m.def("_with_grad(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps) -> Tensor");
   m.def("_with_grad.scalar(int kernel, Tensor input, float weight, float bias, float eps) -> Tensor");
   m.def("_with_grad.out(int kernel, Tensor input, Tensor? weight, Tensor? bias, float eps, Tensor(a!) out) -> int");
@@ -299,7 +315,8 @@ void define(Library& m) {
 void implement(Library& m) {
   for_each_kernel([&](auto index) {
     constexpr size_t kIndex = decltype(index)::value;
-    for (const std::string& op : {"fastln::" + std::string(kKernels[kIndex].name), std::string(kKernels[kIndex].twin)}) {
+    for (const std::string& op :
+         {"fastln::" + std::string(kKernels[kIndex].name), std::string(kKernels[kIndex].twin)}) {
       m.impl(op.c_str(), TORCH_BOX(&layer_norm<kIndex>));
       m.impl((op + ".scalar").c_str(), TORCH_BOX(&layer_norm_scalar<kIndex>));
       m.impl((op + ".out").c_str(), TORCH_BOX(&layer_norm_out<kIndex>));

@@ -2,79 +2,20 @@
 // returns the statistics. CUDA tensors get our kernels, CPU tensors aten's.
 //
 // As with the named ops (bindings_named.cpp), layer_norm's Autograd kernel is a gate: without grad mode
-// it goes on to the private twin in C++, with it to the Python autograd of fastln/_norm.py.
+// it goes on to the private twin in C++, with it to the Python autograd of fastln/_autograd.py.
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
-#include <tuple>
 
 #include "norm_launch.h"
-#include "tensors.h"
+#include "norm_ops.h"
+#include "norm_tensors.h"
 #include "tuning.h"
 
 namespace fastln {
 namespace {
 
 constexpr const char* kOp = "layer_norm";
-
-// -------------------------------------------------------------------------------------------- checks
-
-bool is_floating(ScalarType type) {
-  return type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float ||
-         type == ScalarType::Double;
-}
-
-void check_affine(const char* what, const OptionalTensor& t, const Tensor& input, IntList shape) {
-  if (!t) return;
-  const auto got = t->sizes();
-  if (!std::equal(shape.begin(), shape.end(), got.begin(), got.end()))
-    fail(kOp, "expected ", what, " of shape ", list_text(shape), ", got ", list_text(got));
-  if (!is_floating(t->scalar_type()))
-    fail(kOp, "expected ", what, " of dtype float16, bfloat16, float32 or float64, got ", dtype_name(t->scalar_type()));
-  if (!on_same_device(*t, input)) fail(kOp, "expected ", what, " on ", device_text(input), ", got ", device_text(*t));
-}
-
-void check(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias) {
-  if (!is_floating(input.scalar_type()))
-    fail(kOp, "expected input of dtype float16, bfloat16, float32 or float64, got ", dtype_name(input.scalar_type()));
-  if (shape.size() == 0) fail(kOp, "expected normalized_shape of at least 1 dimension, got []");
-  const auto sizes = input.sizes();
-  if (sizes.size() < shape.size() || !std::equal(shape.begin(), shape.end(), sizes.end() - shape.size()))
-    fail(kOp, "expected input whose last dimensions are normalized_shape ", list_text(shape), ", got shape ",
-         list_text(sizes));
-  check_affine("weight", weight, input, shape);
-  check_affine("bias", bias, input, shape);
-  if (input.is_cuda()) check_arch(kOp, input.get_device_index());
-}
-
-// ------------------------------------------------------------------------------------------ arguments
-
-// weight and bias in a dtype that the kernels and aten take beside the input's: the input's own where
-// both have it, else float32, or float64 for float64 input. The usual model converts nothing.
-struct Params {
-  OptionalTensor weight, bias;
-  ScalarType type;
-
-  Params(const Tensor& input, const OptionalTensor& w, const OptionalTensor& b) {
-    const ScalarType own = input.scalar_type();
-    const bool reduced = own == ScalarType::Half || own == ScalarType::BFloat16;
-    const bool same = (!w || w->scalar_type() == own) && (!b || b->scalar_type() == own);
-    type = same || !reduced ? own : ScalarType::Float;
-    weight = ready(w);
-    bias = ready(b);
-  }
-
-  OptionalTensor ready(const OptionalTensor& t) const {
-    if (!t) return t;
-    return as_contiguous(t->scalar_type() == type ? *t : torch::stable::to(*t, type));
-  }
-};
-
-const void* data_of(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
-
-ScalarType stats_type(const Tensor& input) {
-  return input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
 
 // Leading dimensions of the input, then ones: the shape that aten gives mean and rstd.
 std::vector<int64_t> stats_sizes(const Tensor& input, size_t row_dims) {
@@ -103,9 +44,6 @@ Plan plan_for(int64_t cols, int element_bytes, bool has_clusters, bool wide_bloc
 
 // --------------------------------------------------------------------------------------------- CUDA
 
-// Whether 16-byte accesses from the first element on are aligned.
-bool is_whole(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
-
 ForwardLauncher launcher(ScalarType element, ScalarType param) {
   const bool wide = param == ScalarType::Float;
   switch (element) {
@@ -118,9 +56,7 @@ ForwardLauncher launcher(ScalarType element, ScalarType param) {
 
 void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight, const OptionalTensor& bias,
               double eps, const Tensor& out, const Tensor* mean, const Tensor* rstd) {
-  const auto sizes = input.sizes();
-  int64_t cols = 1;
-  for (size_t d = sizes.size() - row_dims; d < sizes.size(); ++d) cols *= sizes[d];
+  const int64_t cols = row_length(input, row_dims);
   const int64_t count = out.numel();
   if (count == 0) return;
   const int32_t device = input.get_device_index();
@@ -132,20 +68,20 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);
   const bool whole_rows_only = how.cluster > 1 || how.threads > kShiftedMaxThreads;
-  if (whole_rows_only && !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
+  if (whole_rows_only &&
+      !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
     x = torch::stable::clone(as_contiguous(x));
     stride = cols;
   }
-  Params params(input, weight, bias);
-  for (OptionalTensor* t : {&params.weight, &params.bias})
-    if (*t && !is_whole(**t)) *t = torch::stable::clone(**t);
+  const ScalarType type = param_type(input, is_own(weight, input) && is_own(bias, input));
+  const OptionalTensor w = ready_whole(weight, type), b = ready_whole(bias, type);
   NormRows rows{};
   rows.x = x.const_data_ptr();
   rows.y = out.mutable_data_ptr();
   rows.mean = mean ? mean->mutable_data_ptr() : nullptr;
   rows.rstd = rstd ? rstd->mutable_data_ptr() : nullptr;
-  rows.weight = data_of(params.weight);
-  rows.bias = data_of(params.bias);
+  rows.weight = data_of(w);
+  rows.bias = data_of(b);
   rows.rows = count / cols;
   rows.cols = cols;
   rows.x_stride = stride.value_or(cols);
@@ -157,23 +93,24 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
     const int64_t values = split_workspace_values(rows.rows, cols);
     workspace = empty_contiguous({&values, 1}, stats_type(input), input);
   }
-  const char* error = launcher(input.scalar_type(), params.type)(
+  const char* error = launcher(input.scalar_type(), type)(
       rows, how, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
   if (error) fail(kOp, "CUDA: ", error);
 }
 
-Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
-  check(input, shape, weight, bias);
+Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
+                       double eps) {
+  check_norm(kOp, input, shape, weight, bias);
   const Tensor out = empty_contiguous(input.sizes(), input.scalar_type(), input);
   run_cuda(input, shape.size(), weight, bias, eps, out, nullptr, nullptr);
   return out;
 }
 
-using Triple = std::tuple<Tensor, Tensor, Tensor>;
+}  // namespace
 
 Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                            double eps) {
-  check(input, shape, weight, bias);
+  check_norm(kOp, input, shape, weight, bias);
   const Tensor out = empty_contiguous(input.sizes(), input.scalar_type(), input);
   const auto sizes = stats_sizes(input, shape.size());
   const Tensor mean = empty_contiguous(sizes, stats_type(input), input);
@@ -186,52 +123,61 @@ Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTen
   return {out, mean, rstd};
 }
 
+namespace {
+
 // ---------------------------------------------------------------------------------------------- CPU
 
-Triple layer_norm_fwd_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
-                          double eps) {
+Triple aten_layer_norm(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
+                       double eps) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
-  check(input, shape, weight, bias);
-  const Params params(input, weight, bias);
-  StableIValue stack[] = {from(input), from(IntList(shape)), from(params.weight), from(params.bias), from(eps)};
+  StableIValue stack[] = {from(input), from(shape), from(weight), from(bias), from(eps)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
-  const auto out = to<Tensor>(stack[0]), mean = to<Tensor>(stack[1]), rstd = to<Tensor>(stack[2]);
-  // aten keeps the statistics of float16 and bfloat16 in that dtype on the CPU alone; here they are
-  // float32 on both devices.
-  const ScalarType type = stats_type(input);
-  if (mean.scalar_type() == type) return {out, mean, rstd};
-  return {out, torch::stable::to(mean, type), torch::stable::to(rstd, type)};
+  return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
-Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
-  return std::get<0>(layer_norm_fwd_cpu(input, shape, weight, bias, eps));
+Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
+                      double eps) {
+  check_norm(kOp, input, shape, weight, bias);
+  const ScalarType type = param_type(input, is_own(weight, input) && is_own(bias, input));
+  return std::get<0>(aten_layer_norm(input, shape, ready(weight, type), ready(bias, type), eps));
+}
+
+// Parameters in float32 beside float16 or bfloat16 make aten keep the statistics in float32 too, as ours are on
+// both devices; the output has the same bits.
+Triple layer_norm_fwd_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
+                          double eps) {
+  check_norm(kOp, input, shape, weight, bias);
+  const ScalarType type = stats_type(input);
+  if (!weight && type != input.scalar_type()) {
+    weight = empty_contiguous(shape, type, input);
+    torch::stable::fill_(*weight, 1);
+  }
+  return aten_layer_norm(input, shape, ready(weight, type), ready(bias, type), eps);
 }
 
 // --------------------------------------------------------------------------------------------- gate
 
-template <typename Result>
-Result go_on(const char* op, const Tensor& input, const std::vector<int64_t>& shape, const OptionalTensor& weight,
-             const OptionalTensor& bias, double eps) {
+Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
   using torch::stable::detail::from;
+  // Before: an error loses its text on the way back through the C interface.
+  check_norm(kOp, input, shape, weight, bias);
+  const bool to_python =
+      aoti_torch_grad_mode_is_enabled() || is_wrapper(input) || is_wrapper(weight) || is_wrapper(bias);
+  const char* op = to_python ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
   StableIValue stack[] = {from(input), from(IntList(shape)), from(weight), from(bias), from(eps)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Result>(stack[0]);
-}
-
-Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
-  check(input, shape, weight, bias);  // before: an error loses its text on the way back through the C interface
-  const char* op = aoti_torch_grad_mode_is_enabled() ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
-  return go_on<Tensor>(op, input, shape, weight, bias, eps);
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 // -------------------------------------------------------------------------------------- registration
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
   for (const char* name : {"layer_norm", "_layer_norm", "_layer_norm_with_grad"})
-    m.def((std::string(name) +
-           "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
-              .c_str());
+    m.def(
+        (std::string(name) +
+         "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
+            .c_str());
   m.def(
       "layer_norm_fwd(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
       " -> (Tensor, Tensor, Tensor)");
@@ -255,7 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm", TORCH_BOX(
 
 // For fastln.plan(): writes pieces, threads and cluster for rows of `cols` elements.
 extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols, int element_bytes, int has_clusters,
-                                                                  int wide_blocks, int32_t* out) {
+                                                                   int wide_blocks, int32_t* out) {
   const Plan how = plan_for(cols, element_bytes, has_clusters != 0, wide_blocks != 0);
   const int32_t values[] = {how.pieces, how.threads, how.cluster};
   std::copy(std::begin(values), std::end(values), out);

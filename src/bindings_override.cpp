@@ -27,8 +27,8 @@ OptionalTensor present(const OptionalTensor& t) { return t && t->defined() ? t :
 void check_device(const char* op, const char* what, const OptionalTensor& t, const Tensor& first) {
   if (t && !on_same_device(*t, first))
     refuse("Expected all tensors to be on the same device, but got ", what, " is on ", device_text(*t),
-           ", different from other tensors on ", device_text(first), " (when checking argument in method wrapper_CUDA__",
-           op, ")");
+           ", different from other tensors on ", device_text(first),
+           " (when checking argument in method wrapper_CUDA__", op, ")");
 }
 
 void check_parameter(const char* what, const OptionalTensor& t, IntList shape) {
@@ -41,8 +41,9 @@ void check_parameter(const char* what, const OptionalTensor& t, IntList shape) {
 
 void check_shapes(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias) {
   if (shape.size() == 0)
-    refuse("Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
-           "normalized_shape = []");
+    refuse(
+        "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one element, but got "
+        "normalized_shape = []");
   check_parameter("weight", weight, shape);
   check_parameter("bias", bias, shape);
   const auto sizes = input.sizes();

@@ -30,10 +30,9 @@ const char* dtype_of(const std::string& type) { return type == "half" ? "float16
 
 std::string kernel_array() {
   std::string out = "[";
-#define FASTLN_KERNEL_JSON(name, Elem, Acc, items, access)                                         \
-  out += std::string(out.size() > 1 ? "," : "") + "{\"name\":\"" #name "\",\"element\":\"" +       \
-         dtype_of(#Elem) + "\",\"accumulate\":\"" + dtype_of(#Acc) + "\",\"items\":" #items        \
-         ",\"access\":" #access "}";
+#define FASTLN_KERNEL_JSON(name, Elem, Acc, items, access)                                                     \
+  out += std::string(out.size() > 1 ? "," : "") + "{\"name\":\"" #name "\",\"element\":\"" + dtype_of(#Elem) + \
+         "\",\"accumulate\":\"" + dtype_of(#Acc) + "\",\"items\":" #items ",\"access\":" #access "}";
   FASTLN_KERNELS(FASTLN_KERNEL_JSON)
 #undef FASTLN_KERNEL_JSON
   return out + "]";

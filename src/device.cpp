@@ -18,8 +18,6 @@ namespace fastln {
 
 namespace {
 
-constexpr int kMaxDevices = 128;
-
 int attribute(cudaDeviceAttr attr, int device) {
   int value = 0;
   const cudaError_t err = cudaDeviceGetAttribute(&value, attr, device);
@@ -39,14 +37,26 @@ const DeviceFacts& device_facts(int device) {
     throw std::runtime_error("fastln: CUDA device index " + std::to_string(device) + " is out of range");
   if (!known[device].load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(mutex);
+    facts[device].index = device;
     facts[device].major = attribute(cudaDevAttrComputeCapabilityMajor, device);
     facts[device].minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
     facts[device].sms = attribute(cudaDevAttrMultiProcessorCount, device);
     facts[device].l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
+    facts[device].shared_bytes_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    facts[device].shared_bytes_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     facts[device].supported = arch_is_supported(facts[device].major, facts[device].minor);
     known[device].store(true, std::memory_order_release);
   }
   return facts[device];
+}
+
+void make_current(int device) {
+  int current = -1;
+  cudaError_t err = cudaGetDevice(&current);
+  if (err == cudaSuccess && current != device) err = cudaSetDevice(device);
+  if (err != cudaSuccess)
+    throw std::runtime_error("fastln: cannot use CUDA device " + std::to_string(device) + ": " +
+                             cudaGetErrorString(err));
 }
 
 bool device_is_supported(int device) {

@@ -5,16 +5,25 @@
 
 namespace fastln {
 
+constexpr int kMaxDevices = 128;
+
 struct DeviceFacts {
+  int index = 0;
   int major = 0;  // compute capability
   int minor = 0;
   int sms = 0;
   int64_t l2_bytes = 0;
-  bool supported = false;  // arch_is_supported(major, minor)
+  int64_t shared_bytes_sm = 0;     // of shared memory, a multiprocessor
+  int64_t shared_bytes_block = 0;  // and a block, at most
+  bool supported = false;          // arch_is_supported(major, minor)
 };
 
 // Thread-safe. Throws std::runtime_error when CUDA cannot tell.
 const DeviceFacts& device_facts(int device);
+
+// Makes the device current for this library's own CUDA runtime, which is linked statically and not the one that torch
+// talks to. Throws std::runtime_error when CUDA refuses.
+void make_current(int device);
 
 // False only where CUDA says that the device cannot run this build. A machine without a GPU has none to ask
 // of, and may still trace for one.

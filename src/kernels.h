@@ -13,11 +13,11 @@
 #pragma once
 
 #define FASTLN_KERNELS(X)             \
-  X(f32,            float, float, 1, 1) \
-  X(f32x4,          float, float, 4, 4) \
-  X(f16_f16,        half,  half,  1, 1) \
-  X(f16_f32,        half,  float, 1, 1) \
-  X(f16x2_f16,      half,  half,  2, 2) \
-  X(f16x8_f16,      half,  half,  8, 2) \
-  X(f16x8_pack_f16, half,  half,  8, 8) \
-  X(f16x8_pack_f32, half,  float, 8, 8)
+  X(f32, float, float, 1, 1)          \
+  X(f32x4, float, float, 4, 4)        \
+  X(f16_f16, half, half, 1, 1)        \
+  X(f16_f32, half, float, 1, 1)       \
+  X(f16x2_f16, half, half, 2, 2)      \
+  X(f16x8_f16, half, half, 8, 2)      \
+  X(f16x8_pack_f16, half, half, 8, 8) \
+  X(f16x8_pack_f32, half, float, 8, 8)

@@ -8,13 +8,12 @@
 
 #include <cuda_runtime.h>
 
+#include "aligned.h"
 #include "dependent_launch.h"
 #include "device.h"
 #include "layer_norm.cuh"
 
 namespace fastln {
-
-inline bool is_aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // A vector of the input's type is read by whole accesses, a float32 one element by element.
 template <typename Elem, int kAccess>
@@ -24,11 +23,10 @@ bool affine_is_aligned(const Affine& affine) {
 
 // Whether every access of kAccess elements is aligned in every row.
 template <typename Elem, int kAccess>
-bool rows_are_aligned(const Rows& p) {
+bool accesses_are_aligned(const Rows& p) {
   const bool rows_keep_alignment = p.rows == 1 || (p.x_stride % kAccess == 0 && p.cols % kAccess == 0);
-  return rows_keep_alignment && is_aligned(p.x, kAccess * sizeof(Elem)) &&
-         is_aligned(p.y, kAccess * sizeof(Elem)) && affine_is_aligned<Elem, kAccess>(p.weight) &&
-         affine_is_aligned<Elem, kAccess>(p.bias);
+  return rows_keep_alignment && is_aligned(p.x, kAccess * sizeof(Elem)) && is_aligned(p.y, kAccess * sizeof(Elem)) &&
+         affine_is_aligned<Elem, kAccess>(p.weight) && affine_is_aligned<Elem, kAccess>(p.bias);
 }
 
 template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
@@ -46,7 +44,8 @@ cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) 
   for (int64_t left = p.rows; left > 0;) {
     const int64_t blocks = std::min<int64_t>(left, INT_MAX);
     config.gridDim = dim3(static_cast<unsigned>(blocks));
-    const cudaError_t err = cudaLaunchKernelEx(&config, layer_norm_rows<Elem, Acc, kItems, kAccess, kRun, kParams, kLong>, p);
+    const cudaError_t err =
+        cudaLaunchKernelEx(&config, layer_norm_rows<Elem, Acc, kItems, kAccess, kRun, kParams, kLong>, p);
     if (err != cudaSuccess) return err;
     p.x = static_cast<const Elem*>(p.x) + blocks * p.x_stride;
     p.y = static_cast<Elem*>(p.y) + blocks * p.cols;
@@ -61,20 +60,18 @@ const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   p.per_col = 1.0f / static_cast<float>(p.cols);
   const auto s = static_cast<cudaStream_t>(stream);
   const bool dependent = device.major >= 9;
-  const bool aligned = rows_are_aligned<Elem, kAccess>(p);
+  const bool aligned = accesses_are_aligned<Elem, kAccess>(p);
   const auto both = [&](Affine::Kind kind) { return p.weight.kind == kind && p.bias.kind == kind; };
   cudaError_t err;
   if (p.cols > static_cast<int64_t>(kMaxThreads) * kItems)
     err = aligned ? launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, true>(p, dependent, s)
                   : launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, true>(p, dependent, s);
-  else if (!aligned)
-    err = launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, false>(p, dependent, s);
+  else if (!aligned) err = launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, false>(p, dependent, s);
   else if (p.cols % kAccess == 0 && both(Affine::Kind::kScalar))
     err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kScalars, false>(p, dependent, s);
   else if (p.cols % kAccess == 0 && both(Affine::Kind::kElement))
     err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kVectors, false>(p, dependent, s);
-  else
-    err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, false>(p, dependent, s);
+  else err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, false>(p, dependent, s);
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again
   return cudaGetErrorString(err);

@@ -15,7 +15,7 @@ namespace fastln {
 //     what went wrong. Does nothing for zero rows.
 //   void cpu_layer_norm_<name>(const Rows&, int64_t begin, int64_t end)
 //     normalizes rows [begin, end).
-#define FASTLN_DECLARE(name, Elem, Acc, items, access)                          \
+#define FASTLN_DECLARE(name, Elem, Acc, items, access)                                           \
   const char* cuda_layer_norm_##name(const Rows& rows, const DeviceFacts& device, void* stream); \
   void cpu_layer_norm_##name(const Rows& rows, int64_t begin, int64_t end);
 FASTLN_KERNELS(FASTLN_DECLARE)

@@ -20,9 +20,9 @@ enum class Params {
 
 // weight or bias for a thread's kItems columns. Each branch is the same for the whole grid.
 //
-// What has the input's type is fetched by fetch(), before the reductions, whose barriers hide the latency.
-// A float32 vector would take twice the registers, enough to halve the blocks an SM holds, so it is
-// fetched where it is used, element by element.
+// What has the input's type is fetched by fetch(), before the reductions, whose barriers hide the latency, and
+// unpacked lane by lane where it is used, so that few lanes are unpacked at a time. A float32 vector would take
+// twice the registers, enough to halve the blocks an SM holds, so it is fetched where it is used.
 template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, typename Index>
 struct AffineItems {
   using L = Lanes<Acc, kItems>;
@@ -36,24 +36,31 @@ struct AffineItems {
   }
 
   __device__ __forceinline__ void fetch(const Affine& affine, const At& at) {
-    if (is_element(affine)) load_items<kAccess, kAny>(fetched, static_cast<const Elem*>(affine.data), at);
+    if (is_element(affine)) load_items<kAccess, kAny>(fetched, static_cast<const Elem*>(affine.data) + at.t * kRun, at);
   }
 
-  // Calls f(i, lane) for each lane of the items. Lane by lane, so that few are unpacked at a time.
-  template <typename F>
-  __device__ __forceinline__ void for_each_lane(const Affine& affine, const At& at, F f) const {
-    if (kAny && affine.kind == Affine::Kind::kFloat32) {
-      Vec<float, kItems> v{};
-#pragma unroll
-      for (int i = 0; i < kItems; ++i)
-        if (at.column(i) < at.cols) set_item(v, i, static_cast<const float*>(affine.data)[at.column(i)]);
-#pragma unroll
-      for (int i = 0; i < L::kCount; ++i) f(i, L::lane_of(v, i));
+  // A function of i that gives lane i.
+  __device__ __forceinline__ auto lanes(const Affine& affine, const At& at) const {
+    const auto value = L::splat(convert<Acc>(affine.value));
+    if constexpr (kParams == Params::kScalars) {
+      return [=](int) { return value; };
+    } else if constexpr (kParams == Params::kVectors) {
+      return [this](int i) { return L::lane_of(fetched, i); };
     } else {
-      const bool is_vector = is_element(affine);
-      const auto value = L::splat(convert<Acc>(affine.value));
+      L all;
+      if (!std::is_same_v<Elem, float> && affine.kind == Affine::Kind::kFloat32) {
+        Vec<float, kItems> v{};
 #pragma unroll
-      for (int i = 0; i < L::kCount; ++i) f(i, is_vector ? L::lane_of(fetched, i) : value);
+        for (int i = 0; i < kItems; ++i)
+          if (at.column(i) < at.cols) set_item(v, i, static_cast<const float*>(affine.data)[at.column(i)]);
+        all = L::from(v);
+      } else if (affine.kind == Affine::Kind::kElement) {
+        all = L::from(fetched);
+      } else {
+#pragma unroll
+        for (int i = 0; i < L::kCount; ++i) all.lane[i] = value;
+      }
+      return [all](int i) { return all.lane[i]; };
     }
   }
 };
@@ -62,15 +69,24 @@ struct AffineItems {
 template <bool kLong> constexpr int kBlockThreads = kLong ? kMaxThreads / 2 : kMaxThreads;
 
 // Blocks of that size that an SM must have registers for: two, its limit of threads, where 32 registers a
-// thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 90).
-// Before compute capability 9.0 several accesses a thread take more.
+// thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 90). Before compute
+// capability 9.0 several accesses a thread take more. The loops of a single access take 40, which leaves three
+// blocks of half the size (with 48, two, f32x4 took 195 us at 8192x8192, not 160); those of 8 halves do on 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kSeveralAccessesFit = false;
 #else
 constexpr bool kSeveralAccessesFit = true;
 #endif
-template <int kItems, int kAccess, Params kParams, bool kLong>
-constexpr int kFillsSm = kLong || kParams == Params::kAny || (kItems > kAccess && !kSeveralAccessesFit) ? 1 : 2;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr bool kLoopOf8Fits = false;
+#else
+constexpr bool kLoopOf8Fits = true;
+#endif
+template <typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
+constexpr int blocks_of_sm() {
+  if (kLong) return kItems == kAccess && kItems * sizeof(Acc) <= 16 && (kItems <= 4 || kLoopOf8Fits) ? 3 : 1;
+  return kParams == Params::kAny || (kItems > kAccess && !kSeveralAccessesFit) ? 1 : 2;
+}
 
 // One block normalizes one row; blockDim.x is any multiple of 32, chosen at run time.
 //
@@ -85,16 +101,11 @@ constexpr int kFillsSm = kLong || kParams == Params::kAny || (kItems > kAccess &
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
 template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
-__global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kItems, kAccess, kParams, kLong>))
+__global__ void __launch_bounds__(kBlockThreads<kLong>, (blocks_of_sm<Acc, kItems, kAccess, kParams, kLong>()))
     layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
   using Index = std::conditional_t<kLong, int64_t, int>;
-  __shared__ __align__(16) Acc partial[2][kMaxWarps];
-  const BlockSum<Acc, 2, false> block(partial);
-
   const int64_t row = blockIdx.x;
-  const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
-  Elem* y = static_cast<Elem*>(p.y) + row * p.cols;                  // [cols]
   using At = Items<kRun, Index>;
   constexpr bool kTail = kParams == Params::kAny;
   const Index step = static_cast<Index>(blockDim.x) * kItems;
@@ -102,6 +113,8 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kItems, kAcces
     return At{base, static_cast<Index>(blockDim.x), static_cast<Index>(threadIdx.x), static_cast<Index>(p.cols)};
   };
   const At first = at_step(0);
+  // This thread's part of [cols], and of y below.
+  const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first.t * kRun);
 
   using Held = Vec<Elem, kItems>;  // stays packed between the passes, which halves its registers
   const auto load = [&](const At& at) {
@@ -109,18 +122,27 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kItems, kAcces
     load_items<kAccess, kTail>(v, x, at);
     return v;
   };
-  const auto centre = [&](const Held& held, const At& at, Acc mean) {
+  const auto centre = [&](const Held& held, Acc mean) {
     L v = L::from(opaque(held));
 #pragma unroll
     for (int i = 0; i < L::kCount; ++i) v.lane[i] = sub(v.lane[i], L::splat(mean));
-    // Padding must not add mean^2.
-    if (at.column(kItems - 1) >= at.cols) v.keep([&](int item) { return at.column(item) < at.cols; });
     return v;
   };
-  const auto squares = [&](L v) {
+  const auto centred_squares = [&](const Held& held, const At& at, Acc mean) {
+    // Padding, which is held as 0, must add 0 and not mean^2.
+    if constexpr (kTail || kAccess < L::kWidth) {
+      L v = centre(held, mean);
+      if (at.column(kItems - 1) >= at.cols) v.keep([&](int item) { return at.column(item) < at.cols; });
+      return v.total_squares();
+    } else {
+      L v = L::from(opaque(held));
 #pragma unroll
-    for (int i = 0; i < L::kCount; ++i) v.lane[i] = mul(v.lane[i], v.lane[i]);
-    return v.total();
+      for (int i = 0; i < L::kCount; ++i) {
+        const bool inside = at.column(i * L::kWidth / kAccess * kAccess) < at.cols;
+        v.lane[i] = sub(v.lane[i], inside ? L::splat(mean) : L::zero());
+      }
+      return v.total_squares();
+    }
   };
   // Calls f(at) for this thread's items past the first step.
   const auto for_each_later_step = [&](auto f) {
@@ -138,32 +160,34 @@ __global__ void __launch_bounds__(kBlockThreads<kLong>, (kFillsSm<kItems, kAcces
     weight.fetch(p.weight, first);
     bias.fetch(p.bias, first);
   }
+  __shared__ __align__(16) Acc partial[2][kMaxWarps];
+  const BlockSum<Acc, 2> block(partial);
 
   Acc sum = average_share(L::from(held).total(), p.per_col);
   for_each_later_step([&](const At& at) { sum = add(sum, average_share(L::from(load(at)).total(), p.per_col)); });
   const Acc mean = average_total(block.template sum<0>(sum), p.per_col);
 
-  Acc sum_squares = average_share(squares(centre(held, first, mean)), p.per_col);
+  Acc sum_squares = average_share(centred_squares(held, first, mean), p.per_col);
   for_each_later_step([&](const At& at) {
-    sum_squares = add(sum_squares, average_share(squares(centre(load(at), at, mean)), p.per_col));
+    sum_squares = add(sum_squares, average_share(centred_squares(load(at), at, mean), p.per_col));
   });
   const Acc variance = average_total(block.template sum<1>(sum_squares), p.per_col);
   const Acc rstd = reciprocal_sqrt(add(variance, convert<Acc>(p.eps)));
 
-  const auto store = [&](const L& v, const At& at) {
+  Elem* y = opaque(static_cast<Elem*>(p.y) + row * p.cols + first.t * kRun);
+  const auto store = [&](const Held& held, const At& at) {
     if (!kEarly || at.base != 0) {
       weight.fetch(p.weight, at);
       bias.fetch(p.bias, at);
     }
-    L out;
-    weight.for_each_lane(p.weight, at, [&](int i, auto scale) {
-      out.lane[i] = mul(mul(v.lane[i], L::splat(rstd)), scale);
-    });
-    bias.for_each_lane(p.bias, at, [&](int i, auto shift) { out.lane[i] = add(out.lane[i], shift); });
+    const auto scale = weight.lanes(p.weight, at), shift = bias.lanes(p.bias, at);
+    L out = centre(held, mean);
+#pragma unroll
+    for (int i = 0; i < L::kCount; ++i) out.lane[i] = fma(mul(out.lane[i], L::splat(rstd)), scale(i), shift(i));
     store_items<kAccess, kTail>(y, out.template to<Elem>(), at);
   };
-  store(centre(held, first, mean), first);
-  for_each_later_step([&](const At& at) { store(centre(load(at), at, mean), at); });
+  store(held, first);
+  for_each_later_step([&](const At& at) { store(load(at), at); });
 }
 
 }  // namespace fastln

@@ -28,16 +28,36 @@ enum class Rows16 {
   kCluster,  // as kWhole, and a cluster of blocks shares it
 };
 
-// Threads of a block, at most. 512 leave 128 registers a thread. With 8 pieces, whose weight and bias are
-// fetched late, 64 are enough, except for a cluster's sums and a shift's granules, and except from compute
-// capability 10.0 on, where the compiler spills (plan() knows).
+// With 8 pieces, whose weight and bias are fetched late, 64 registers are enough for a block of 1024 threads, except
+// for a cluster's sums and a shift's granules, and except from compute capability 10.0 on, where the compiler
+// spills (plan() knows). There 3 and 4 pieces take more, too.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kWideBlocksFit = false;
 #else
 constexpr bool kWideBlocksFit = true;
 #endif
-template <int kPieces, Rows16 kRows>
-constexpr int kForwardThreads = kPieces == 8 && kRows == Rows16::kWhole && kWideBlocksFit ? 1024 : 512;
+
+// Whether the unpacked values stay in registers between the passes; otherwise they are unpacked anew in each, which
+// costs up to 3 instructions an element but leaves the registers to other warps.
+template <typename Elem, int kPieces, bool kEarly, Rows16 kRows>
+constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows == Rows16::kWhole && kPieces <= 3)
+                                               : kPieces == 2 || (kPieces == 4 && kEarly && kRows == Rows16::kWhole);
+
+// Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
+// uses to unpack earlier, which is worth less than another block. (On an H200: 32768x1152 float16 with 2 pieces
+// 45.9 us at 56 registers, 48.7 at 64; 32768x768 with 3 26.4 at 64, 27.1 at 80; 32768x769 38.3 at 64, 41.6 at 80;
+// 4096x8193 49.2 at 64, 55.1 at 72; 512x65536 float32 in clusters 97.5 at 58, 132.9 at 72.)
+template <typename Elem, typename Param, int kPieces, bool kEarly, Rows16 kRows>
+constexpr int forward_registers() {
+  constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers
+  if (kPieces == 8 && kRows == Rows16::kWhole && kWideBlocksFit) return 64;
+  if (sizeof(Elem) > 4) return 128;
+  if (kRows == Rows16::kCluster) return sizeof(Elem) == 4 ? 64 : 128;
+  if (kPieces == 4 && !kEarly) return kRows == Rows16::kWhole && kWideBlocksFit ? 40 : 64;
+  if (kWide || kPieces == 8) return 128;
+  if (kPieces == 2) return kRows == Rows16::kWhole && sizeof(Elem) == 4 ? 48 : 56;
+  return kPieces == 3 ? (kWideBlocksFit ? 64 : 80) : 128;
+}
 
 // Elements of shared memory that a kShifted row's output takes, with the granule that a shift reads ahead.
 template <typename Elem>
@@ -49,10 +69,16 @@ __host__ __device__ constexpr int64_t shifted_elements(int64_t cols) {
 // Sum kIndex over a row's group; every thread of it gets it. `threads` is a power of two up to 32, or
 // blockDim.x. All threads of the block (of the cluster, if kCluster) must call it. With kCluster,
 // block_total is in use until the whole cluster has passed a later barrier.
-template <bool kCluster, int kIndex, typename Acc>
-__device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc, 2, true>& block, Acc& block_total) {
+template <bool kCluster, bool kUnroll, int kIndex, typename Acc>
+__device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc, 2>& block, Acc& block_total) {
   if (!kCluster && threads <= kWarp) {
-    for (int offset = threads / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    if constexpr (kUnroll) {
+#pragma unroll
+      for (int offset = kWarp / 2; offset > 0; offset /= 2)
+        if (offset < threads) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    } else {  // a loop, over which the compiler moves nothing that would need registers
+      for (int offset = threads / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    }
     return v;
   }
   v = block.template sum<kIndex>(v);
@@ -71,16 +97,12 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 // kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
 // other blocks hide it anyway, the registers they take cost more than that gains; see find_forward().
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows16 kRows>
-__global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forward(const NormRows p) {
+__global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRows>())) norm_forward(const NormRows p) {
   constexpr bool kCluster = kRows == Rows16::kCluster, kShifted = kRows == Rows16::kShifted;
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
   using V = Vec<Elem, kAccess>;
   using P = Vec<Param, kAccess>;
-  __shared__ __align__(16) Acc partial[2][kMaxWarps];
-  __shared__ Acc block_total[2];
-  const BlockSum<Acc, 2, true> block(partial);
-
   int64_t row;
   int t, stride;  // this thread's place in its group, and the group's size
   if constexpr (kCluster) {
@@ -99,7 +121,7 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
   // The last block of small groups may hang over the rows; it still takes part in the shuffles.
   const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
   const int whole = kShifted ? cols / kAccess * kAccess : cols;  // columns in pieces
-  const int first = t * kAccess, step = stride * kAccess;  // piece j is at column first + j * step
+  const int first = t * kAccess, step = stride * kAccess;        // piece j is at column first + j * step
   const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first);  // this thread's part of [cols]
   const Param* weight = static_cast<const Param*>(p.weight);                         // [cols] or null
   const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
@@ -144,18 +166,26 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     for (int j = 0; j < kPieces; ++j) load_params(w[j], b[j], j);
   }
 
-  // kAccess independent sums over the pieces, then pairwise. Unpacked anew in each pass: the values of all
-  // pieces kept between passes would fill the registers.
-  const auto total = [&](auto add_piece) {
-    Acc sum[kAccess];
+  __shared__ __align__(16) Acc partial[2][kMaxWarps];
+  __shared__ Acc block_total[2];
+  const BlockSum<Acc, 2> block(partial, kCluster || p.threads > kWarp);
+
+  constexpr bool kKeep = kKeepsValues<Elem, kPieces, kEarly, kRows>;
+  Acc kept[kKeep ? kPieces : 1][kAccess];
+  const auto values = [&](Acc(&v)[kAccess], int j) {
+    if constexpr (kKeep) {
 #pragma unroll
-    for (int i = 0; i < kAccess; ++i) sum[i] = 0;
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      Acc v[kAccess];
+      for (int i = 0; i < kAccess; ++i) v[i] = kept[j][i];
+    } else {
       unpack(v, opaque(held[j]));
-      add_piece(j, v, sum);
     }
+  };
+  if constexpr (kKeep) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) unpack(kept[j], held[j]);
+  }
+  // kAccess independent sums over the pieces, then pairwise.
+  const auto pairwise = [](Acc(&sum)[kAccess]) {
 #pragma unroll
     for (int width = kAccess / 2; width > 0; width /= 2) {
 #pragma unroll
@@ -163,22 +193,35 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
     }
     return sum[0];
   };
-  const Acc per_col = static_cast<Acc>(p.per_col);
-  const Acc sum = total([](int, const Acc (&v)[kAccess], Acc (&s)[kAccess]) {
+  const Acc per_col = p.per_col_as(Acc());
+  Acc sums[kAccess];
 #pragma unroll
-    for (int i = 0; i < kAccess; ++i) s[i] += v[i];
-  });
-  const Acc mean = mul(group_sum<kCluster, 0>(sum + tail, p.threads, block, block_total[0]), per_col);
-  // Past the row x is held as 0; centred on 0 it adds nothing.
-  Acc squares = total([&](int j, const Acc (&v)[kAccess], Acc (&s)[kAccess]) {
-    const Acc centre = inside(j) ? mean : Acc(0);
+  for (int j = 0; j < kPieces; ++j) {
+    Acc v[kAccess];
+    values(v, j);
 #pragma unroll
-    for (int i = 0; i < kAccess; ++i) s[i] = fma(v[i] - centre, v[i] - centre, s[i]);
-  });
+    for (int i = 0; i < kAccess; ++i) sums[i] = j == 0 ? v[i] : sums[i] + v[i];
+  }
+  Acc sum = pairwise(sums);
+  if constexpr (kShifted) sum += tail;
+  const Acc mean = mul(group_sum<kCluster, kKeep, 0>(sum, p.threads, block, block_total[0]), per_col);
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    const Acc centre = inside(j) ? mean : Acc(0);  // past the row x is held as 0; centred on 0 it adds nothing
+    Acc v[kAccess];
+    values(v, j);
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) {
+      v[i] -= centre;
+      sums[i] = j == 0 ? mul(v[i], v[i]) : fma(v[i], v[i], sums[i]);
+      if constexpr (kKeep) kept[j][i] = v[i];
+    }
+  }
+  Acc squares = pairwise(sums);
   if (has_tail) squares = fma(tail - mean, tail - mean, squares);
   // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
-  const Acc variance = group_sum<kCluster, 1>(mul(squares, per_col), p.threads, block, block_total[1]);
-  const Acc rstd = reciprocal_sqrt(variance + static_cast<Acc>(p.eps));
+  const Acc variance = group_sum<kCluster, kKeep, 1>(mul(squares, per_col), p.threads, block, block_total[1]);
+  const Acc rstd = reciprocal_sqrt(variance + p.eps_as(Acc()));
 
   if (t == 0 && cols > 0 && p.mean) {
     static_cast<Acc*>(p.mean)[row] = mean;
@@ -194,11 +237,11 @@ __global__ void __launch_bounds__((kForwardThreads<kPieces, kRows>)) norm_forwar
       if constexpr (!kEarly) load_params(w[0], b[0], j);
       Acc v[kAccess];
       AccOf<Param> scale[kAccess], shift[kAccess];
-      unpack(v, opaque(held[j]));
+      values(v, j);
       unpack(scale, w[kEarly ? j : 0]);
       unpack(shift, b[kEarly ? j : 0]);
 #pragma unroll
-      for (int i = 0; i < kAccess; ++i) v[i] = fma(mul(v[i] - mean, rstd), scale[i], shift[i]);
+      for (int i = 0; i < kAccess; ++i) v[i] = fma(mul(kKeep ? v[i] : v[i] - mean, rstd), scale[i], shift[i]);
       V out;
       pack(out, v);
       if constexpr (kShifted) store_vec(shared + first + j * step, out);

@@ -3,7 +3,8 @@
 
 namespace fastln {
 
-const char* norm_forward_f64_f64(const NormRows& p, const Plan& plan, const DeviceFacts& device, void* workspace, void* stream) {
+const char* norm_forward_f64_f64(const NormRows& p, const Plan& plan, const DeviceFacts& device, void* workspace,
+                                 void* stream) {
   return run_forward<double, double>(p, plan, device, workspace, stream);
 }
 

@@ -36,8 +36,9 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_byt
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
   if (config.dynamicSmemBytes > 48 * 1024) {  // what a kernel may have without asking
-    const cudaError_t err = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(config.dynamicSmemBytes));
+    const cudaError_t err =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(config.dynamicSmemBytes));
     if (err != cudaSuccess) return err;
   }
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
@@ -76,9 +77,9 @@ void (*find_forward(int pieces, bool past_l2))(NormRows) {
 // Whether each row of x and y, and the parameters, begin at multiples of 16 bytes.
 template <typename Elem>
 bool rows_are_whole(const NormRows& p) {
-  const auto whole = [](const void* q) { return reinterpret_cast<uintptr_t>(q) % kMaxAccessBytes == 0; };
-  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
-  return whole(p.x) && whole(p.y) && p.cols % kAccess == 0 && (p.rows == 1 || p.x_stride % kAccess == 0);
+  constexpr int64_t kBytes = sizeof(Elem);
+  return rows_are_aligned(p.x, p.rows, p.x_stride * kBytes) && is_aligned(p.y) &&
+         p.cols * kBytes % kMaxAccessBytes == 0;
 }
 
 template <typename Elem, typename Param>
@@ -117,6 +118,8 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
   p.cluster = plan.cluster;
   while (1 << p.threads_log2 < plan.threads) ++p.threads_log2;
   p.per_col = 1.0 / static_cast<double>(p.cols);
+  p.per_col_f = static_cast<float>(p.per_col);
+  p.eps_f = static_cast<float>(p.eps);
   cudaError_t err = cudaErrorInvalidValue;
   if (plan.pieces == 0) {
     err = launch_split<Elem, Param>(p, workspace, s);
@@ -124,7 +127,8 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
     const bool shifted = !rows_are_whole<Elem>(p);
     void (*kernel)(NormRows) = nullptr;
-    if (plan.cluster > 1) kernel = shifted ? nullptr : find_forward<Elem, Param, Rows16::kCluster>(plan.pieces, past_l2);
+    if (plan.cluster > 1)
+      kernel = shifted ? nullptr : find_forward<Elem, Param, Rows16::kCluster>(plan.pieces, past_l2);
     else if (shifted) kernel = find_forward<Elem, Param, Rows16::kShifted>(plan.pieces, past_l2);
     else kernel = find_forward<Elem, Param, Rows16::kWhole>(plan.pieces, past_l2);
     const int64_t shared_bytes = shifted ? shifted_elements<Elem>(p.cols) * static_cast<int64_t>(sizeof(Elem)) : 0;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "device.h"
+#include "norm_backward_plan.h"
 #include "norm_rows.h"
 #include "tuning.h"
 
@@ -15,13 +16,25 @@ namespace fastln {
 // cluster so do the rows of x. Returns null, or CUDA's words for what went wrong. rows and cols are at least 1.
 //
 // One for each pair of element and parameter type, compiled from a file an element type.
-using ForwardLauncher = const char* (*)(const NormRows&, const Plan&, const DeviceFacts&, void* workspace, void* stream);
+using ForwardLauncher = const char* (*)(const NormRows&, const Plan&, const DeviceFacts&, void* workspace,
+                                        void* stream);
 const char* norm_forward_f16_f16(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f16_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_bf16_bf16(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_bf16_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
+
+// The backward, likewise. `workspace` holds backward_workspace_bytes() (norm_backward_plan.h) bytes, 16-byte aligned,
+// and may be null for none. weight, dx, dweight and dbias begin at multiples of 16 bytes, and so do the rows of
+// dy and x if backward_needs_aligned_rows(); otherwise those may lie anywhere.
+using BackwardLauncher = const char* (*)(const NormGrads&, const DeviceFacts&, void* workspace, void* stream);
+const char* norm_backward_f16_f16(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f16_f32(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_bf16_bf16(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_bf16_f32(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f32_f32(const NormGrads&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f64_f64(const NormGrads&, const DeviceFacts&, void*, void*);
 
 constexpr int64_t kChunk = 16384;  // columns of a chunk where a row is split
 inline int64_t split_chunks(int64_t cols) { return (cols + kChunk - 1) / kChunk; }

@@ -2,14 +2,11 @@
 // have them, checks included, for bindings_override.cpp to put behind aten's.
 #pragma once
 
-#include <tuple>
 #include <vector>
 
 #include "tensors.h"
 
 namespace fastln {
-
-using Triple = std::tuple<Tensor, Tensor, Tensor>;
 
 // Output, mean, rstd.
 Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,

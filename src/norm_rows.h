@@ -16,10 +16,34 @@ struct NormRows {
   int64_t cols;
   int64_t x_stride;
   double eps;
-  double per_col;  // 1 / cols
-  int threads;  // of a row's group within a block: a power of two up to 32, or the block
-  int threads_log2;  // of `threads`, where it is a power of two
-  int cluster;  // blocks that share a row
+  double per_col;          // 1 / cols
+  float eps_f, per_col_f;  // the same for sums in float: a kernel would wait for the conversion
+  int threads;             // of a row's group within a block: a power of two up to 32, or the block
+  int threads_log2;        // of `threads`, where it is a power of two
+  int cluster;             // blocks that share a row
+
+  constexpr double eps_as(double) const { return eps; }
+  constexpr float eps_as(float) const { return eps_f; }
+  constexpr double per_col_as(double) const { return per_col; }
+  constexpr float per_col_as(float) const { return per_col_f; }
+};
+
+// The backward of the same rows. With xhat = (x - mean) * rstd and g = dy * weight:
+//   dx = rstd * (g - average(g) - xhat * average(g * xhat)),  dweight = sum of dy * xhat over the rows,
+//   dbias = sum of dy over the rows.
+struct NormGrads {
+  const void* dy;      // [rows, cols], element stride 1 along cols, `dy_stride` elements from row to row
+  const void* x;       // [rows, cols], likewise with `x_stride`
+  const void* mean;    // [rows] of the accumulate type
+  const void* rstd;    // [rows]
+  const void* weight;  // [cols] of the parameter type, or null for 1
+  void* dx;            // [rows, cols], contiguous, or null if not asked for
+  void* dweight;       // [cols] of the parameter type, or null
+  void* dbias;         // [cols] of the parameter type, or null
+  int64_t rows;
+  int64_t cols;
+  int64_t dy_stride;
+  int64_t x_stride;
 };
 
 }  // namespace fastln

@@ -40,11 +40,11 @@ __device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& a, const Momen
 
 // moments: [rows, chunks]
 template <typename Elem>
-__global__ void __launch_bounds__(kSplitThreads) split_moments(const NormRows p, AccOf<Elem>* means, AccOf<Elem>* squares,
-                                                             int64_t chunks) {
+__global__ void __launch_bounds__(kSplitThreads)
+    split_moments(const NormRows p, AccOf<Elem>* means, AccOf<Elem>* squares, int64_t chunks) {
   using Acc = AccOf<Elem>;
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
-  const BlockSum<Acc, 2, true> block(partial);
+  const BlockSum<Acc, 2> block(partial);
   const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const int64_t begin = chunk * kChunk, end = min(begin + kChunk, p.cols);
   const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;  // [cols]
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_moments(const NormRows p,
 // One block a row: thread t merges chunks t, t + 512, ... in order, then a tree over the threads.
 // Leaves the row's mean and rstd in element 0 of its [chunks] of means and squares.
 template <typename Elem>
-__global__ void __launch_bounds__(kSplitThreads) split_combine(const NormRows p, AccOf<Elem>* means, AccOf<Elem>* squares,
-                                                             int64_t chunks) {
+__global__ void __launch_bounds__(kSplitThreads)
+    split_combine(const NormRows p, AccOf<Elem>* means, AccOf<Elem>* squares, int64_t chunks) {
   using Acc = AccOf<Elem>;
   __shared__ Moments<Acc> shared[kSplitThreads];
   const int64_t row = blockIdx.x;
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_combine(const NormRows p,
 }
 
 template <typename Elem, typename Param>
-__global__ void __launch_bounds__(kSplitThreads) split_normalize(const NormRows p, const AccOf<Elem>* means,
-                                                               const AccOf<Elem>* rstds, int64_t chunks) {
+__global__ void __launch_bounds__(kSplitThreads)
+    split_normalize(const NormRows p, const AccOf<Elem>* means, const AccOf<Elem>* rstds, int64_t chunks) {
   using Acc = AccOf<Elem>;
   const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const int64_t begin = chunk * kChunk, end = min(begin + kChunk, p.cols);

@@ -19,8 +19,8 @@ struct Affine {
 
 // y = (x - mean) * rstd * weight + bias over each row.
 struct Rows {
-  const void* x;     // [rows, cols], element stride 1 along cols, `x_stride` elements from row to row
-  void* y;           // [rows, cols], contiguous; may be x itself when x is contiguous
+  const void* x;  // [rows, cols], element stride 1 along cols, `x_stride` elements from row to row
+  void* y;        // [rows, cols], contiguous; may be x itself when x is contiguous
   int64_t rows;
   int64_t cols;
   int64_t x_stride;

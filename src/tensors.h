@@ -7,6 +7,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -18,13 +19,14 @@
 
 // libtorch_cuda's only symbol used here. Weak, so that the library also loads under CPU-only torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                  void** ret_stream);
+                                                                                   void** ret_stream);
 
 namespace fastln {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using IntList = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // Texts of errors match those of the fakes in fastln/ word for word. Thrown as they are, because
@@ -74,9 +76,17 @@ inline bool on_same_device(const Tensor& a, const Tensor& b) {
 inline void check_arch(const char* op, int32_t device) {
   if (device_is_supported(device)) return;
   const DeviceFacts& facts = device_facts(device);
-  fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ",
-       facts.major, ".", facts.minor);
+  fail(op, "expected a GPU of a compute capability this build was compiled for (", arch_list(), "), got ", facts.major,
+       ".", facts.minor);
 }
+
+// Whether `t` is a wrapper of torch.func, which has no memory of its own, and whose derivative is taken without grad
+// mode too. (The first versions of torch that we run under write to stderr when asked for the memory of one.)
+inline bool is_wrapper(const Tensor& t) {
+  const void* data;
+  return torch_get_const_data_ptr(t.get(), &data) != AOTI_TORCH_SUCCESS;
+}
+inline bool is_wrapper(const OptionalTensor& t) { return t && is_wrapper(*t); }
 
 // A new tensor on the device of `like`, contiguous.
 inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& like) {
@@ -90,9 +100,9 @@ inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& lik
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      device_type, device_index, &out));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
+                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                                  device_type, device_index, &out));
   return Tensor(out);
 }
 
@@ -128,6 +138,7 @@ class CurrentDevice {
     int32_t current;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_device_index(&current));
     if (current != device) TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(device, &guard_));
+    make_current(device);
   }
   ~CurrentDevice() {
     if (guard_) aoti_torch_delete_device_guard(guard_);

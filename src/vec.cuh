@@ -8,9 +8,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace fastln {
+#include "aligned.h"
 
-constexpr int kMaxAccessBytes = 16;  // the widest access the hardware has: 128 bits a thread
+namespace fastln {
 
 // kN elements as the 32-bit registers that a load fills. They stay packed until they are used: had a
 // thread to unpack 16-bit elements right behind each load, it would wait there, one load at a time (on
@@ -173,15 +173,11 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // The same value, but the compiler no longer knows that: it cannot reuse what it derived from it before,
-// nor derive it anew where it is used.
-template <typename T>
-__device__ __forceinline__ const T* opaque(const T* p) {
-  asm("" : "+l"(p));
-  return p;
-}
+// nor derive it anew where it is used. (Of an address it must be told again that it is global memory's.)
 template <typename T>
 __device__ __forceinline__ T* opaque(T* p) {
   asm("" : "+l"(p));
+  __builtin_assume(__isGlobal(p));
   return p;
 }
 template <typename T, int kN>
@@ -198,14 +194,15 @@ struct Items {
   Index base;     // column of the block's first item
   Index threads;  // of the block
   Index t;
-  Index cols;     // of the row
+  Index cols;  // of the row
 
-  __device__ __forceinline__ Index column(int item) const {
-    return base + (item / kRun * threads + t) * kRun + item % kRun;
-  }
+  __device__ __forceinline__ Index column(int item) const { return t * kRun + offset(item); }
+  // Columns from the thread's first, t * kRun, to an item.
+  __device__ __forceinline__ Index offset(int item) const { return base + item / kRun * threads * kRun + item % kRun; }
 };
 
-// A thread's kN items of the row p, by whole accesses of kAccess elements. Columns past the row are not
+// A thread's kN items of a row, by whole accesses of kAccess elements; `p` is the row's column t * kRun (an
+// address that is worked out once, and not for each access from the row's). Columns past the row are not
 // touched; they read as zero. Without kTail, `cols` is a multiple of kAccess; with it, the access that the
 // end of the row cuts short is taken element by element.
 template <int kAccess, bool kTail, typename T, int kN, int kRun, typename Index>
@@ -214,13 +211,14 @@ __device__ __forceinline__ void load_items(Vec<T, kN>& v, const T* p, const Item
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
     const Index col = at.column(i);
+    const T* from = p + at.offset(i);
     Vec<T, kAccess> part{};
     if (col + kAccess <= at.cols) {
-      load_vec(part, p + col);
+      load_vec(part, from);
     } else if (kTail && kAccess > 1) {
 #pragma unroll
       for (int k = 0; k < kAccess; ++k)
-        if (col + k < at.cols) set_item(part, k, p[col + k]);
+        if (col + k < at.cols) set_item(part, k, from[k]);
     }
     if constexpr (part.kBytes < 4) {
       set_item(v, i, get_item(part, 0));
@@ -236,6 +234,7 @@ __device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, const Ite
 #pragma unroll
   for (int i = 0; i < kN; i += kAccess) {
     const Index col = at.column(i);
+    T* to = p + at.offset(i);
     Vec<T, kAccess> part{};
     if constexpr (part.kBytes < 4) {
       set_item(part, 0, get_item(v, i));
@@ -244,11 +243,11 @@ __device__ __forceinline__ void store_items(T* p, const Vec<T, kN>& v, const Ite
       for (int k = 0; k < part.kRegisters; ++k) part.bits[k] = v.bits[i / kAccess * part.kRegisters + k];
     }
     if (col + kAccess <= at.cols) {
-      store_vec(p + col, part);
+      store_vec(to, part);
     } else if (kTail && kAccess > 1) {
 #pragma unroll
       for (int k = 0; k < kAccess; ++k)
-        if (col + k < at.cols) p[col + k] = get_item(part, k);
+        if (col + k < at.cols) to[k] = get_item(part, k);
     }
   }
 }

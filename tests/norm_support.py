@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from typing import NamedTuple
 
@@ -89,6 +90,57 @@ def assert_norm_matches_float64(y, sample):
     rows = (t.flatten(-len(shape)) for t in (y, x))
     parameters = (None if t is None else t.flatten() for t in (weight, bias))
     assert_matches_float64(ELEMENTS[x.dtype], *rows, *parameters, eps)
+
+
+# name: (dimensions of a row, view of what draw(*shape) gives, with rows of k elements)
+LAYOUTS = {
+    "contiguous": (1, lambda draw, k: draw(4, 6, k)),
+    "a_row": (1, lambda draw, k: draw(k)),
+    "transposed": (1, lambda draw, k: draw(k, 5).t()),
+    "batch_transposed": (1, lambda draw, k: draw(3, 4, k).transpose(0, 1)),
+    "permuted": (1, lambda draw, k: draw(2, k, 3, 5).permute(0, 2, 3, 1)),
+    "channels_last": (1, lambda draw, k: draw(2, 3, 4, k).to(memory_format=torch.channels_last)),
+    "channels_last_over_channels_too": (3, lambda draw, k: draw(2, 3, 4, k).to(memory_format=torch.channels_last)),
+    "rows_transposed_within": (2, lambda draw, k: draw(5, k, 3).transpose(1, 2)),
+    "rows_with_gaps_within": (2, lambda draw, k: draw(5, 3, k + 2)[:, :, :k]),
+    "rows_of_two_dimensions_apart": (2, lambda draw, k: draw(5, 4, k)[:, :3]),
+    "expanded_rows": (1, lambda draw, k: draw(1, k).expand(5, k)),
+    "expanded_batch": (1, lambda draw, k: draw(3, k).expand(4, 3, k)),
+    "expanded_columns": (1, lambda draw, k: draw(5, 1).expand(5, k)),
+    "expanded_number": (1, lambda draw, k: draw(1).expand(3, k)),
+    "column_strided": (1, lambda draw, k: draw(5, 2 * k)[:, ::2]),
+    "row_strided": (1, lambda draw, k: draw(5, k + 8)[:, :k]),
+    "row_strided_oddly": (1, lambda draw, k: draw(5, k + 3)[:, :k]),
+    "every_other_row": (1, lambda draw, k: draw(10, k)[::2]),
+    "one_head_of_several": (1, lambda draw, k: draw(6, 3, 2, k)[:, 1]),
+    "one_part_of_a_row": (1, lambda draw, k: draw(6, 3 * k).split(k, dim=-1)[1]),
+    "overlapping_windows": (1, lambda draw, k: draw(k + 12).unfold(0, k, 3)),
+    "shifted": (1, lambda draw, k: draw(5, k + 1)[:, 1:]),
+    "size_one_dimensions": (1, lambda draw, k: draw(1, 5, 1, k).as_strided((1, 5, 1, k), (7, k, 3, 1))),
+    "one_row_of_a_far_stride": (1, lambda draw, k: draw(1, k).as_strided((1, k), (3, 1))),
+    "no_rows": (1, lambda draw, k: draw(0, k)),
+    "no_rows_transposed": (1, lambda draw, k: draw(k, 0).t()),
+    "no_columns": (1, lambda draw, k: draw(3, 0)),
+    "no_batch": (1, lambda draw, k: draw(2, 0, k)),
+}
+
+
+def in_layout(name, cols, dtype, device, seed=0):
+    """A sample whose input has that layout, with rows of `cols` elements, or cols of one where it has several
+    dimensions."""
+    dims, view = LAYOUTS[name]
+    draw = torch.Generator().manual_seed(seed)
+    x = view(lambda *shape: (torch.randn(shape, generator=draw) + 0.5).to(dtype).to(device), cols)
+    return norm_inputs(dtype, device, x.shape, dims=dims).of(x)
+
+
+def to_the_last_byte(values, offset, gap, device):
+    """The rows of `values`, `gap` elements apart, `offset` elements into an allocation that ends with them."""
+    rows, cols = values.shape
+    flat = torch.full((offset + rows * (cols + gap) - gap,), math.nan, dtype=values.dtype, device=device)
+    view = flat.as_strided((rows, cols), (cols + gap, 1), offset)
+    view.copy_(values)
+    return view
 
 
 @contextlib.contextmanager

@@ -3,56 +3,17 @@ fakes announce it."""
 
 import pytest
 import torch
-from norm_support import FWD, OP, assert_norm_matches_float64, each, norm_inputs, whole_cols
+from norm_support import FWD, LAYOUTS, OP, assert_norm_matches_float64, each, in_layout, norm_inputs, whole_cols
 from reference import in_padding, same_bits, shares_storage
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastln
 
-# name: (dimensions of a row, view of what draw(*shape) gives, with rows of k elements)
-LAYOUTS = {
-    "contiguous": (1, lambda draw, k: draw(4, 6, k)),
-    "a_row": (1, lambda draw, k: draw(k)),
-    "transposed": (1, lambda draw, k: draw(k, 5).t()),
-    "batch_transposed": (1, lambda draw, k: draw(3, 4, k).transpose(0, 1)),
-    "permuted": (1, lambda draw, k: draw(2, k, 3, 5).permute(0, 2, 3, 1)),
-    "channels_last": (1, lambda draw, k: draw(2, 3, 4, k).to(memory_format=torch.channels_last)),
-    "channels_last_over_channels_too": (3, lambda draw, k: draw(2, 3, 4, k).to(memory_format=torch.channels_last)),
-    "rows_transposed_within": (2, lambda draw, k: draw(5, k, 3).transpose(1, 2)),
-    "rows_with_gaps_within": (2, lambda draw, k: draw(5, 3, k + 2)[:, :, :k]),
-    "rows_of_two_dimensions_apart": (2, lambda draw, k: draw(5, 4, k)[:, :3]),
-    "expanded_rows": (1, lambda draw, k: draw(1, k).expand(5, k)),
-    "expanded_batch": (1, lambda draw, k: draw(3, k).expand(4, 3, k)),
-    "expanded_columns": (1, lambda draw, k: draw(5, 1).expand(5, k)),
-    "expanded_number": (1, lambda draw, k: draw(1).expand(3, k)),
-    "column_strided": (1, lambda draw, k: draw(5, 2 * k)[:, ::2]),
-    "row_strided": (1, lambda draw, k: draw(5, k + 8)[:, :k]),
-    "row_strided_oddly": (1, lambda draw, k: draw(5, k + 3)[:, :k]),
-    "every_other_row": (1, lambda draw, k: draw(10, k)[::2]),
-    "one_head_of_several": (1, lambda draw, k: draw(6, 3, 2, k)[:, 1]),
-    "one_part_of_a_row": (1, lambda draw, k: draw(6, 3 * k).split(k, dim=-1)[1]),
-    "overlapping_windows": (1, lambda draw, k: draw(k + 12).unfold(0, k, 3)),
-    "shifted": (1, lambda draw, k: draw(5, k + 1)[:, 1:]),
-    "size_one_dimensions": (1, lambda draw, k: draw(1, 5, 1, k).as_strided((1, 5, 1, k), (7, k, 3, 1))),
-    "one_row_of_a_far_stride": (1, lambda draw, k: draw(1, k).as_strided((1, k), (3, 1))),
-    "no_rows": (1, lambda draw, k: draw(0, k)),
-    "no_rows_transposed": (1, lambda draw, k: draw(k, 0).t()),
-    "no_columns": (1, lambda draw, k: draw(3, 0)),
-    "no_batch": (1, lambda draw, k: draw(2, 0, k)),
-}
-
 
 @pytest.fixture(params=LAYOUTS)
 def layouts(request, dtype, device):
     """Samples of one layout, with rows of which 16-byte accesses leave nothing, and something."""
-    dims, view = LAYOUTS[request.param]
-
-    def sample(k):
-        draw = torch.Generator().manual_seed(0)
-        x = view(lambda *shape: (torch.randn(shape, generator=draw) + 0.5).to(dtype).to(device), k)
-        return norm_inputs(dtype, device, x.shape, dims=dims).of(x)
-
-    return [sample(k) for k in (40, 33, 1)]
+    return [in_layout(request.param, k, dtype, device) for k in (40, 33, 1)]
 
 
 def dense(x):

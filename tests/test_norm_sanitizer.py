@@ -4,25 +4,14 @@ Under PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an allocation of its own,
 is seen (case 27 of the list of known faults).
 """
 
-import math
-
 import pytest
 import torch
-from norm_support import FWD, assert_norm_matches_float64, forced, norm_inputs
+from norm_support import FWD, assert_norm_matches_float64, forced, norm_inputs, to_the_last_byte
 from reference import same_bits
 
 import fastln
 
 pytestmark = pytest.mark.sanitizer
-
-
-def to_the_last_byte(values, offset, gap, device):
-    """The rows of `values`, `gap` elements apart, `offset` elements into an allocation that ends with them."""
-    rows, cols = values.shape
-    flat = torch.full((offset + rows * (cols + gap) - gap,), math.nan, dtype=values.dtype, device=device)
-    view = flat.as_strided((rows, cols), (cols + gap, 1), offset)
-    view.copy_(values)
-    return view
 
 
 def check(dtype, cols, device, *, rows=3, offset=0, gap=0, param=None, plan=""):

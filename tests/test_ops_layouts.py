@@ -46,6 +46,22 @@ def any_layout(request, kernel, device):
     return storage.as_strided(values.shape, values.stride(), values.storage_offset())
 
 
+# Rows that end with an access of every kernel; past 8192 columns all of them loop.
+@pytest.mark.parametrize("cols", [8, 512, 1024, 4096, 8200])
+def test_every_variant_of_a_kernel_gives_the_same_bits(kernel, cols, device):
+    # Other instructions are compiled for numbers, for vectors, for a mixture and for addresses that are not aligned.
+    x = sample_inputs(kernel, device, (3, cols)).input
+    weight = torch.full((cols,), 0.75, dtype=kernel.dtype, device=device)
+    bias = torch.full_like(weight, -0.5)
+    expected = kernel.op.scalar(x, 0.75, -0.5)
+    for t in (x, in_padding(x, 1)[0], in_padding(x, 8, cols + 8)[0]):
+        assert same_bits(kernel.op.scalar(t, 0.75, -0.5), expected)
+        assert same_bits(kernel.op(t, weight, bias), expected)
+        assert same_bits(kernel.op(t, weight.float(), bias), expected)
+        assert same_bits(kernel.op(t, weight, bias.float()), expected)
+        assert same_bits(kernel.op(t, weight.float(), bias.float()), expected)
+
+
 def parameters_for(kernel, x):
     return sample_inputs(kernel, x.device, x.shape[-1:])[1:3]
 

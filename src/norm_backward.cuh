@@ -1,0 +1,699 @@
+// The general backward kernel behind fastln::layer_norm_bwd.
+//
+// x and dy are read once. A row belongs to a group of threads (part of a warp, whole warps, or the blocks of
+// a cluster), each of which owns the same columns of every row that its group takes: kPieces pieces of 16 bytes.
+// Blocks stay resident and walk over the rows, while the next rows are on their way into a ring in shared
+// memory; a thread copies only what it reads itself, so the ring needs no barrier. What a thread's columns add
+// to dweight and dbias stays in its registers until the last row. Then the groups of a block are added up, each
+// block writes one partial sum of both, and add_partials() adds those: no atomics, and an order that depends
+// on the shape, the dtype and the GPU alone, so all bits are the same in every run.
+//
+// A handful of rows takes one launch instead: blocks past p.row_blocks compute dweight and dbias of a slice of
+// columns from all rows, as the statistics are known and nothing has to wait for another block. (Beside clusters and
+// slices they are a launch of their own, sum_all_columns().)
+//
+// The bits of a row of dx depend on its values, the columns, the dtype and the weight alone.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "async_copy.cuh"
+#include "norm_backward_plan.h"
+#include "norm_rows.h"
+#include "reduce.cuh"
+#include "shift.cuh"
+#include "vec.cuh"
+
+namespace fastln {
+
+// What norm_backward() works on, next to the pointers.
+struct BackwardLaunch : NormGrads {
+  void* partial;       // [blocks of a column slice, 2, pitch] of the accumulate type: dweight, dbias; or null
+  const void* sums;    // [rows, 2] of the accumulate type: averages of g and of g * xhat; or null to compute them
+  int64_t pitch;       // columns of a partial sum, a multiple of 8
+  int64_t slice;       // columns of a row that a block (a cluster) takes: all, or those of one of several slices
+  int64_t blocks;      // that walk over the rows of a slice, side by side
+  int64_t row_blocks;  // that do so in all slices; those past them sum columns
+  double per_col;      // 1 / cols
+  int threads;         // of a row's group within a block: a power of two up to 32, or a multiple of 32
+  int cluster;         // blocks that share a row
+  int stages;          // of the ring, 1 to kMaxStages
+};
+
+enum class GradRows {
+  kWhole,    // rows of x and dy begin and end at multiples of 16 bytes
+  kShifted,  // anywhere: pieces are shifted out of granules (shift.cuh), two for each piece
+  kCluster,  // as kWhole, and a cluster of blocks shares a row
+};
+
+// ------------------------------------------------------------------------------------------ two sums
+
+// Both sums over a group of `threads`, a power of two up to 32, to all its lanes. Half the lanes go on with a, the
+// others with b, which takes nearly half of the shuffles.
+template <typename Acc>
+__device__ __forceinline__ void add_lanes(Acc& a, Acc& b, int threads) {
+  if (threads == 1) return;
+  int offset = threads / 2;
+  const bool upper = threadIdx.x & offset;
+  Acc kept = upper ? b : a;
+  kept += __shfl_xor_sync(0xffffffffu, upper ? a : b, offset);
+  for (int o = offset / 2; o > 0; o /= 2) kept += __shfl_xor_sync(0xffffffffu, kept, o);
+  const Acc other = __shfl_xor_sync(0xffffffffu, kept, offset);
+  a = upper ? other : kept;
+  b = upper ? kept : other;
+}
+
+// All threads of a group of whole warps meet. `group` is its number in the block.
+__device__ __forceinline__ void meet(int group, int threads) {
+  if (threads == static_cast<int>(blockDim.x)) __syncthreads();
+  else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
+}
+
+// Shared memory for the sums of all warps. Rows take turns with the two halves, so that one barrier a row is enough.
+// A multiple of 128 bytes, so that the ring behind it begins at one.
+template <typename Acc>
+struct alignas(128) PairRoom {
+  Acc warp[2][kBackwardThreads / kWarp][2];
+  Acc block[2][kMaxCluster][2];
+  uint64_t arrived[2];  // mbarriers, which count the bytes of `block` that have come
+};
+
+// Both sums over a row's group within the block, to all its threads, which must all call it. `turn` alternates from row
+// to row.
+template <typename Acc>
+__device__ __forceinline__ void add_group(Acc& a, Acc& b, int threads, int group, int turn, PairRoom<Acc>& room) {
+  if (threads <= kWarp) {
+    add_lanes(a, b, threads);
+    return;
+  }
+  add_lanes(a, b, kWarp);
+  const int warp = threadIdx.x / kWarp, warps = threads / kWarp;
+  if (threadIdx.x % kWarp == 0) {
+    room.warp[turn][warp][0] = a;
+    room.warp[turn][warp][1] = b;
+  }
+  meet(group, threads);
+  a = b = 0;
+  const int first = group * warps;
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) {
+    a += room.warp[turn][first + w][0];
+    b += room.warp[turn][first + w][1];
+  }
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// A cluster's sums, in two steps, between which a block goes on with something else: each block sends its sums to every
+// other, and then all add them in the same order. A barrier of all threads of the cluster took 0.8 us a row on an
+// H200.
+template <typename Acc>
+struct ClusterSums {
+  PairRoom<Acc>& room;
+  unsigned blocks, rank;
+
+  // All blocks of the cluster must call it, and have begun when it returns.
+  __device__ explicit ClusterSums(PairRoom<Acc>& r) : room(r) {
+    const auto cluster = cooperative_groups::this_cluster();
+    blocks = cluster.num_blocks();
+    rank = cluster.block_rank();
+    if (threadIdx.x == 0) {
+      for (int turn = 0; turn < 2; ++turn)
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&room.arrived[turn])) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cooperative_groups::this_cluster().sync();
+  }
+
+  // The same address in the shared memory of the cluster's block `rank`.
+  __device__ static uint32_t remote(const void* p, unsigned rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+    return address;
+  }
+
+  __device__ void send(Acc a, Acc b, int turn) const {
+    if (threadIdx.x == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&room.arrived[turn])),
+                   "r"(static_cast<uint32_t>(blocks * 2 * sizeof(Acc)))
+                   : "memory");
+    if (threadIdx.x >= blocks) return;
+    const uint32_t slot = remote(&room.block[turn][rank][0], threadIdx.x),
+                   arrived = remote(&room.arrived[turn], threadIdx.x);
+    if constexpr (sizeof(Acc) == 8)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(slot),
+                   "d"(a), "d"(b), "r"(arrived)
+                   : "memory");
+    else
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(slot),
+                   "f"(a), "f"(b), "r"(arrived)
+                   : "memory");
+  }
+
+  // `parity`: how often this turn has been received before, modulo 2.
+  __device__ void receive(Acc& a, Acc& b, int turn, int parity) const {
+    const uint32_t arrived = shared_address(&room.arrived[turn]);
+    uint32_t done = 0;
+    while (!done)
+      asm volatile(
+          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, p;\n\t}"
+          : "=r"(done)
+          : "r"(arrived), "r"(parity)
+          : "memory");
+    a = b = 0;
+    for (unsigned from = 0; from < blocks; ++from) {
+      a += room.block[turn][from][0];
+      b += room.block[turn][from][1];
+    }
+  }
+};
+#endif
+
+// -------------------------------------------------------------------------------- columns of few rows
+
+constexpr int kColumnPieces = 4;  // of 16 bytes, side by side, that a block sums: whole sectors
+
+// dweight and dbias of the `block`-th slice of columns, from all rows. Thread t takes piece t % kColumnPieces of
+// rows t / kColumnPieces, and so on; the threads' sums are added in order. `shared` has room for 2 * kAccess values
+// a thread.
+template <typename Elem, typename Param, bool kWhole>
+__device__ void sum_columns(const BackwardLaunch& p, int64_t block, AccOf<Elem>* shared) {
+  using Acc = AccOf<Elem>;
+  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+  constexpr int kCols = kColumnPieces * kAccess;
+  using V = Vec<Elem, kAccess>;
+  const int lanes = blockDim.x / kColumnPieces, lane = threadIdx.x / kColumnPieces;
+  const int place = threadIdx.x % kColumnPieces * kAccess;  // among the block's columns
+  const int64_t col = block * kCols + place;
+  Acc dweight[kAccess], dbias[kAccess];
+#pragma unroll
+  for (int i = 0; i < kAccess; ++i) dweight[i] = dbias[i] = 0;
+  if (col < p.cols) {
+#pragma unroll 2
+    for (int64_t row = lane; row < p.rows; row += lanes) {
+      const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride + col;
+      const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride + col;
+      V x_piece{}, dy_piece{};
+      if constexpr (kWhole) {
+        load_vec(x_piece, x);
+        load_vec(dy_piece, dy);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAccess; ++i) {
+          if (col + i >= p.cols) continue;
+          set_item(x_piece, i, x[i]);
+          set_item(dy_piece, i, dy[i]);
+        }
+      }
+      const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
+      Acc x_items[kAccess], dy_items[kAccess];
+      unpack(x_items, x_piece);
+      unpack(dy_items, dy_piece);
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i) {
+        dweight[i] = fma(dy_items[i], mul(x_items[i] - mean, rstd), dweight[i]);
+        dbias[i] += dy_items[i];
+      }
+    }
+  }
+  Acc* own = shared + lane * (2 * kCols) + place;
+#pragma unroll
+  for (int i = 0; i < kAccess; ++i) {
+    own[i] = dweight[i];
+    own[kCols + i] = dbias[i];
+  }
+  __syncthreads();
+  const int used = static_cast<int>(min(static_cast<int64_t>(lanes), p.rows));
+  for (int item = threadIdx.x; item < 2 * kCols; item += blockDim.x) {
+    Acc sum = 0;
+#pragma unroll 8
+    for (int l = 0; l < used; ++l) sum += shared[l * (2 * kCols) + item];
+    Param* out = static_cast<Param*>(item < kCols ? p.dweight : p.dbias);
+    const int64_t at = block * kCols + item % kCols;
+    if (out && at < p.cols) store_one(out + at, sum);
+  }
+}
+
+// The same in a launch of its own, where the blocks of norm_backward() would hold more shared memory than this needs.
+template <typename Elem, typename Param, bool kWhole>
+__global__ void __launch_bounds__(kBackwardThreads) sum_all_columns(const BackwardLaunch p) {
+  extern __shared__ uint4 dynamic_shared[];
+  wait_for_previous_kernel();
+  sum_columns<Elem, Param, kWhole>(p, blockIdx.x, reinterpret_cast<AccOf<Elem>*>(dynamic_shared));
+}
+
+// --------------------------------------------------------------------------------------------- rows
+
+// Bytes of a stage of the ring: for each thread `accesses` of 16 bytes to x and as many to dy, then mean and rstd for
+// each `sharers` threads.
+__host__ __device__ constexpr int64_t ring_stage_bytes(int block, int sharers, int accesses, int acc_bytes) {
+  return int64_t{2} * accesses * block * kMaxAccessBytes + (block / sharers * 2 * acc_bytes + 15) / 16 * 16;
+}
+
+// kN values, a multiple of 16 bytes, to an aligned address.
+template <typename Acc, int kN>
+__device__ __forceinline__ void store_run(Acc* p, const Acc (&values)[kN]) {
+  Vec<Acc, kN> v;
+#pragma unroll
+  for (int i = 0; i < kN; ++i) set_item(v, i, values[i]);
+  store_vec(p, v);
+}
+
+// Every thread's kN sums of columns [col, col + kN) to `out`, which has room for whole runs. All lanes must call it;
+// those with col >= cols write nothing. Eight floats are two accesses, of which each of two neighbours makes one in
+// each other's run, so that a store writes whole sectors of 32 bytes.
+template <typename Acc, int kN>
+__device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int col, int cols) {
+  if constexpr (sizeof(Acc) * kN == 16) {
+    if (col < cols) store_run(out + col, sums);
+  } else {
+    static_assert(sizeof(Acc) * kN == 32);
+    constexpr int kHalf = kN / 2;
+    const bool odd = threadIdx.x % 2;
+    Acc of_even[kHalf], of_odd[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const Acc low = sums[i], high = sums[kHalf + i];
+      const Acc own = odd ? high : low, other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+      of_even[i] = odd ? other : own;
+      of_odd[i] = odd ? own : other;
+    }
+    const int even_col = odd ? col - kN : col, odd_col = even_col + kN;
+    if (even_col < cols) store_run(out + even_col + (odd ? kHalf : 0), of_even);
+    if (odd_col < cols) store_run(out + odd_col + (odd ? kHalf : 0), of_odd);
+  }
+}
+
+// Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
+// is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
+// compiler would spill; from compute capability 10.0 on it would do so here too, and for 3 pieces even with 512 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <int kPieces, GradRows kRows>
+constexpr int kRegisterThreads = backward_threads(kRows == GradRows::kWhole ? kPieces : 1, 10);
+constexpr int kLeastBlocks = 1;  // or the compiler aims at two, and spills
+#else
+constexpr int kLeastBlocks = 0;
+template <int kPieces, GradRows kRows>
+constexpr int kRegisterThreads = kRows == GradRows::kWhole && kPieces <= 2 ? 640 : kBackwardThreads;
+#endif
+
+template <typename Elem, typename Param, int kPieces, GradRows kRows>
+__global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBlocks)
+    norm_backward(const BackwardLaunch p) {
+  constexpr bool kShifted = kRows == GradRows::kShifted, kCluster = kRows == GradRows::kCluster;
+  using Acc = AccOf<Elem>;
+  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+  // Whether a row's pieces stay in registers between its sums and dx; else they are read again, from the ring.
+  constexpr bool kHold = kPieces * kAccess <= 16 && !kCluster && !(kShifted && sizeof(Elem) == 8);
+  using V = Vec<Elem, kAccess>;
+  using P = Vec<Param, kAccess>;
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ PairRoom<Acc> room;
+
+  if (blockIdx.x >= p.row_blocks) {
+    wait_for_previous_kernel();
+    sum_columns<Elem, Param, !kShifted>(p, blockIdx.x - p.row_blocks, reinterpret_cast<Acc*>(dynamic_shared));
+    return;
+  }
+
+  const int threads = p.threads;
+  const int groups = blockDim.x / threads;
+  const int group = threadIdx.x / threads;
+  int t = threadIdx.x % threads, stride = threads;           // this thread's place in its group, and the group's size
+  int64_t block = blockIdx.x, blocks = p.blocks, begin = 0;  // begin: column of the row at which the slice does
+  if (p.slice < p.cols) {
+    begin = block / blocks * p.slice;
+    block %= blocks;
+  }
+  if constexpr (kCluster) {
+    t += block % p.cluster * threads;
+    stride *= p.cluster;
+    block /= p.cluster;
+    blocks /= p.cluster;
+  }
+  const int cols = static_cast<int>(min(p.slice, p.cols - begin));
+  const int first = t * kAccess, step = stride * kAccess;  // piece j is at column first + j * step of the slice
+  const int64_t rows_at_once = blocks * groups;
+  const auto inside = [&](int j) { return first + j * step < cols; };
+
+  wait_for_previous_kernel();
+  // Unpacked once, if registers allow.
+  P weight[kHold ? 1 : kPieces];
+  Acc unpacked_weight[kHold ? kPieces : 1][kAccess];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    P& piece = weight[kHold ? 0 : j];
+    piece = splat<Param, kAccess>(1);
+    const Param* from = static_cast<const Param*>(p.weight) + begin + first + j * step;
+    if (p.weight && inside(j)) {
+      if (!kShifted || first + j * step + kAccess <= cols) {
+        load_vec(piece, from);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAccess; ++i)
+          if (first + j * step + i < cols) set_item(piece, i, from[i]);
+      }
+    }
+    if constexpr (kHold) unpack(unpacked_weight[j], piece);
+  }
+  const auto scale_of = [&](int j, Acc(&scale)[kAccess]) {
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) scale[i] = unpacked_weight[kHold ? j : 0][i];
+    if constexpr (!kHold) unpack(scale, weight[j]);
+  };
+  // The sums of the columns wait for nothing in the partial sums but for this kernel's end: their blocks may come.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (p.partial) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+
+  Acc dweight[kPieces][kAccess], dbias[kPieces][kAccess];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) dweight[j][i] = dbias[j][i] = 0;
+  }
+
+  // The ring: for each stage the accesses of every thread to x and to dy; then the statistics, mean and rstd, of
+  // each warp's row (of each group's, where a warp has several).
+  constexpr int kAccesses = (kShifted ? 2 : 1) * kPieces;
+  const int sharers = min(threads, kWarp);
+  const bool leads = threadIdx.x % sharers == 0;
+  const uint32_t access_bytes = blockDim.x * kMaxAccessBytes;  // from one access of a thread to its next
+  const auto stage_bytes = static_cast<uint32_t>(ring_stage_bytes(blockDim.x, sharers, kAccesses, sizeof(Acc)));
+  const uint32_t ring = shared_address(dynamic_shared);
+  const uint32_t own = ring + threadIdx.x * kMaxAccessBytes;
+  const uint32_t stats = ring + 2 * kAccesses * access_bytes + threadIdx.x / sharers * 2 * sizeof(Acc);
+  const auto fill = [&](int64_t row, int stage) {
+    if (row < p.rows) {
+      const uint32_t at = own + stage * stage_bytes;
+      const auto copy = [&](uint32_t to, const void* tensor, int64_t row_stride) {
+        const Elem* from = static_cast<const Elem*>(tensor) + row * row_stride + begin + first;
+        if constexpr (kShifted) {
+          // Both granules that a piece lies across, as far as the tensor goes.
+          const Elem* end = static_cast<const Elem*>(tensor) + (p.rows - 1) * row_stride + p.cols;
+          from -= granule_offset(from);
+          const bool all = from + (kPieces - 1) * step + 2 * kAccess <= end;  // so it is but for the last row or two
+#pragma unroll
+          for (int i = 0; i < kAccesses; ++i) {
+            if (!inside(i / 2)) continue;
+            const Elem* granule = from + i / 2 * step + i % 2 * kAccess;
+            if (all || granule + kAccess <= end) {
+              copy_async<16>(to + i * access_bytes, granule);
+            } else {
+              V last{};
+              load_granule(last, granule, end);
+              store_shared_vec(to + i * access_bytes, last);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j)
+            if (inside(j)) copy_async<16>(to + j * access_bytes, from + j * step);
+        }
+      };
+      copy(at, p.x, p.x_stride);
+      copy(at + kAccesses * access_bytes, p.dy, p.dy_stride);
+      if (leads) {
+        copy_async<sizeof(Acc)>(stats + stage * stage_bytes, static_cast<const Acc*>(p.mean) + row);
+        copy_async<sizeof(Acc)>(stats + stage * stage_bytes + sizeof(Acc), static_cast<const Acc*>(p.rstd) + row);
+      }
+    }
+    commit_copies();
+  };
+
+  // What a thread knows of the row in a stage of the ring.
+  struct Row {
+    int64_t index;
+    uint32_t at;  // the thread's first access in the stage
+    bool live;
+    Acc mean, rstd;
+    int x_offset, dy_offset;  // kShifted: of the pieces in their granules
+  };
+  const auto row_in = [&](int64_t index, int stage) {
+    Row row{index, own + stage * stage_bytes, index < p.rows};
+    row.mean = row.live ? load_shared<Acc>(stats + stage * stage_bytes) : Acc(0);
+    row.rstd = row.live ? load_shared<Acc>(stats + stage * stage_bytes + sizeof(Acc)) : Acc(0);
+    if constexpr (kShifted) {
+      row.x_offset = granule_offset(static_cast<const Elem*>(p.x) + index * p.x_stride + begin);
+      row.dy_offset = granule_offset(static_cast<const Elem*>(p.dy) + index * p.dy_stride + begin);
+    }
+    return row;
+  };
+  // Piece j of x and dy, zero past the row.
+  const auto read = [&](const Row& row, int j, V& x, V& dy) {
+    x = V{};
+    dy = V{};
+    if (!row.live || !inside(j)) return;
+    const auto from = [&](uint32_t tensor, int offset) {
+      if constexpr (!kShifted) return load_shared_vec<V>(tensor + j * access_bytes);
+      V v = shift(load_shared_vec<V>(tensor + 2 * j * access_bytes),
+                  load_shared_vec<V>(tensor + (2 * j + 1) * access_bytes), offset);
+      if (kShifted && first + j * step + kAccess > cols) {
+#pragma unroll
+        for (int i = 1; i < kAccess; ++i)
+          if (first + j * step + i >= cols) set_item(v, i, Elem{});
+      }
+      return v;
+    };
+    x = from(row.at, row.x_offset);
+    dy = from(row.at + kAccesses * access_bytes, row.dy_offset);
+  };
+  V x_held[kHold ? kPieces : 1], dy_held[kHold ? kPieces : 1];
+
+  // Adds the row to dweight and dbias; the thread's sums of g and of g * xhat.
+  const auto add_row = [&](const Row& row, Acc& g_sum, Acc& gx_sum) {
+    g_sum = gx_sum = 0;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      V& x_piece = x_held[kHold ? j : 0];
+      V& dy_piece = dy_held[kHold ? j : 0];
+      read(row, j, x_piece, dy_piece);
+      Acc x[kAccess], dy[kAccess], scale[kAccess];
+      unpack(x, x_piece);
+      unpack(dy, dy_piece);
+      scale_of(j, scale);
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i) {
+        const Acc xhat = mul(x[i] - row.mean, row.rstd), g = mul(dy[i], scale[i]);
+        g_sum = add(g_sum, g);
+        gx_sum = fma(g, xhat, gx_sum);
+        dweight[j][i] = fma(dy[i], xhat, dweight[j][i]);
+        dbias[j][i] += dy[i];
+      }
+    }
+  };
+  // Writes the row's dx, given its averages of g and of g * xhat.
+  const auto write_dx = [&](const Row& row, Acc g_average, Acc gx_average, int turn) {
+    Elem* dx = static_cast<Elem*>(p.dx) + row.index * p.cols + begin;
+    const Acc gx_share = mul(gx_average, row.rstd);  // of x - mean
+    // kShifted: dx of this row, from a granule on, behind the ring; rows take turns with two places.
+    Elem* staged = reinterpret_cast<Elem*>(dynamic_shared + p.stages * stage_bytes / kMaxAccessBytes) +
+                   (group * 2 + turn) * ((stride * kPieces + 1) * kAccess);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      V& x_piece = x_held[kHold ? j : 0];
+      V& dy_piece = dy_held[kHold ? j : 0];
+      if (!row.live || !inside(j)) continue;
+      if constexpr (!kHold) read(row, j, x_piece, dy_piece);
+      Acc x[kAccess], dy[kAccess], scale[kAccess], out[kAccess];
+      unpack(x, x_piece);
+      unpack(dy, dy_piece);
+      scale_of(j, scale);
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i) {
+        out[i] = mul(mul(dy[i], scale[i]) - fma(x[i] - row.mean, gx_share, g_average), row.rstd);
+      }
+      V packed;
+      pack(packed, out);
+      store_vec((kShifted ? staged : dx) + first + j * step, packed);
+    }
+    if constexpr (kShifted) {
+      if (threads > kWarp) meet(group, threads);
+      else __syncwarp();
+      if (row.live) store_shifted(dx, staged, cols, t, stride);
+    }
+  };
+  const Acc per_col = static_cast<Acc>(p.per_col);
+  const auto next = [&](int stage) { return stage + 1 == p.stages ? 0 : stage + 1; };
+
+  int64_t index = block * groups + group;
+  for (int stage = 0; stage < p.stages - 1; ++stage) fill(index + stage * rows_at_once, stage);
+  int stage = 0, turn = 0;
+  if constexpr (kCluster) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // A row's sums go round the cluster while dx of the row before is computed.
+    const ClusterSums<Acc> cluster(room);
+    Acc g_sum, gx_sum;
+    int parity = 0;
+    const auto begin_row = [&](const Row& row, int turn) {
+      add_row(row, g_sum, gx_sum);
+      if (!p.dx) return;
+      add_group(g_sum, gx_sum, threads, 0, turn, room);
+      cluster.send(g_sum, gx_sum, turn);
+    };
+    wait_for_copies(p.stages - 2);
+    __syncwarp();
+    Row row = row_in(index, 0);
+    begin_row(row, 0);
+    for (; index < p.rows; index += rows_at_once) {
+      Acc g_average, gx_average;
+      if (p.dx) cluster.receive(g_average, gx_average, turn, parity);
+      fill(index + (p.stages - 1) * rows_at_once, stage == 0 ? p.stages - 1 : stage - 1);
+      stage = next(stage);
+      Row after = row;
+      if (index + rows_at_once < p.rows) {
+        wait_for_copies(p.stages - 2);
+        __syncwarp();
+        after = row_in(index + rows_at_once, stage);
+        begin_row(after, turn ^ 1);
+      }
+      if (p.dx) write_dx(row, mul(g_average, per_col), mul(gx_average, per_col), turn);
+      row = after;
+      turn ^= 1;
+      parity ^= turn == 0;
+    }
+#endif
+  } else {
+    // Groups that share a warp go the same number of rounds.
+    for (int64_t round = block * groups; round < p.rows; round += rows_at_once, index += rows_at_once) {
+      fill(index + (p.stages - 1) * rows_at_once, stage == 0 ? p.stages - 1 : stage - 1);
+      wait_for_copies(p.stages - 1);
+      __syncwarp();
+      const Row row = row_in(index, stage);
+      Acc g_sum, gx_sum;
+      add_row(row, g_sum, gx_sum);
+      if (p.dx) {
+        if (p.sums) {
+          g_sum = row.live ? static_cast<const Acc*>(p.sums)[2 * index] : Acc(0);
+          gx_sum = row.live ? static_cast<const Acc*>(p.sums)[2 * index + 1] : Acc(0);
+        } else {
+          add_group(g_sum, gx_sum, threads, group, turn, room);
+          g_sum = mul(g_sum, per_col);
+          gx_sum = mul(gx_sum, per_col);
+        }
+        write_dx(row, g_sum, gx_sum, turn);
+      }
+      stage = next(stage);
+      turn ^= 1;
+    }
+  }
+
+  if (!p.partial) return;
+  Acc* out = static_cast<Acc*>(p.partial) + block * 2 * p.pitch + begin;  // [2, pitch]
+  if (groups == 1) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      store_sums(out, dweight[j], first + j * step, cols);
+      store_sums(out + p.pitch, dbias[j], first + j * step, cols);
+    }
+    return;
+  }
+  // Added up through shared memory, whose ring is free now.
+  wait_for_copies(0);
+  __syncthreads();
+  Acc* shared = reinterpret_cast<Acc*>(dynamic_shared);  // [groups, 2, width]
+  const int width = step * kPieces;
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    Acc* to = shared + group * 2 * width + first + j * step;
+    store_run(to, dweight[j]);
+    store_run(to + width, dbias[j]);
+  }
+  __syncthreads();
+  for (int item = threadIdx.x; item < 2 * width; item += blockDim.x) {
+    Acc sum = 0;
+#pragma unroll 4
+    for (int g = 0; g < groups; ++g) sum += shared[g * 2 * width + item];
+    const int col = item < width ? item : item - width;
+    if (col < cols) out[(item < width ? 0 : p.pitch) + col] = sum;
+  }
+}
+
+// ------------------------------------------------------------------------------------ partial sums
+
+constexpr int kAddThreads = 512;
+
+// Adds the `count` partial sums of dweight (blockIdx.y 0) and dbias (1), in a fixed order. A thread takes 16 bytes of
+// columns, `lanes` threads (a power of two up to 32) those of a block, each from several partial sums.
+template <typename Acc, typename Param>
+__global__ void __launch_bounds__(kAddThreads) add_partials(const Acc* partial, int64_t count, int64_t pitch,
+                                                            int64_t cols, int lanes, void* dweight, void* dbias) {
+  constexpr int kRun = 16 / sizeof(Acc);
+  __shared__ __align__(16) Acc shared[kAddThreads / kWarp][kWarp * kRun];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * lanes * kRun;
+  const int place = threadIdx.x % lanes * kRun;
+  auto* out = static_cast<Param*>(blockIdx.y == 0 ? dweight : dbias);
+  wait_for_previous_kernel();
+  if (!out) return;
+  Acc sum[kRun] = {};
+  if (begin + place < cols) {
+    const Acc* from = partial + blockIdx.y * pitch + begin + place;
+#pragma unroll 8
+    for (int64_t row = threadIdx.x / lanes; row < count; row += kAddThreads / lanes) {
+      Vec<Acc, kRun> v;
+      load_vec(v, from + row * 2 * pitch);
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) sum[i] += get_item(v, i);
+    }
+  }
+  for (int offset = lanes; offset < kWarp; offset *= 2) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
+  }
+  if (threadIdx.x % kWarp < lanes) store_run(&shared[threadIdx.x / kWarp][place], sum);
+  __syncthreads();
+  const int item = threadIdx.x;
+  if (item >= lanes * kRun || begin + item >= cols) return;
+  Acc total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kAddThreads / kWarp; ++warp) total += shared[warp][item];
+  store_one(out + begin + item, total);
+}
+
+// ------------------------------------------------------------------------- rows too long for a cluster
+
+// sums[row][chunk]: sums of g and of g * xhat over a chunk of a row, one block each.
+template <typename Elem, typename Param>
+__global__ void __launch_bounds__(kBackwardThreads)
+    sum_chunks(const BackwardLaunch p, AccOf<Elem>* sums, int64_t chunks) {
+  using Acc = AccOf<Elem>;
+  __shared__ PairRoom<Acc> room;
+  const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+  const int64_t end = min((chunk + 1) * kSumsChunk, p.cols);
+  const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;
+  const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
+  const Param* weight = static_cast<const Param*>(p.weight);
+  wait_for_previous_kernel();
+  const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
+  Acc g_sum = 0, gx_sum = 0;
+#pragma unroll 4
+  for (int64_t col = chunk * kSumsChunk + threadIdx.x; col < end; col += kBackwardThreads) {
+    const Acc g = mul(load_one(dy + col), weight ? static_cast<Acc>(load_one(weight + col)) : Acc(1));
+    g_sum += g;
+    gx_sum = fma(g, mul(load_one(x + col) - mean, rstd), gx_sum);
+  }
+  add_group(g_sum, gx_sum, kBackwardThreads, 0, 0, room);
+  if (threadIdx.x == 0) {
+    sums[2 * blockIdx.x] = g_sum;
+    sums[2 * blockIdx.x + 1] = gx_sum;
+  }
+}
+
+// averages[row]: those of g and of g * xhat, from the chunks' sums; one warp a row.
+template <typename Acc>
+__global__ void average_chunks(const Acc* sums, int64_t rows, int64_t chunks, double per_col, Acc* averages) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+  wait_for_previous_kernel();
+  if (row >= rows) return;
+  Acc a = 0, b = 0;
+  for (int64_t chunk = threadIdx.x % kWarp; chunk < chunks; chunk += kWarp) {
+    a += sums[2 * (row * chunks + chunk)];
+    b += sums[2 * (row * chunks + chunk) + 1];
+  }
+  add_lanes(a, b, kWarp);
+  if (threadIdx.x % kWarp != 0) return;
+  averages[2 * row] = mul(a, static_cast<Acc>(per_col));
+  averages[2 * row + 1] = mul(b, static_cast<Acc>(per_col));
+}
+
+}  // namespace fastln

@@ -1,0 +1,13 @@
+// The general backward for float16 input.
+#include "norm_backward_launch.cuh"
+
+namespace fastln {
+
+const char* norm_backward_f16_f16(const NormGrads& p, const DeviceFacts& device, void* workspace, void* stream) {
+  return run_backward<half, half>(p, device, workspace, stream);
+}
+const char* norm_backward_f16_f32(const NormGrads& p, const DeviceFacts& device, void* workspace, void* stream) {
+  return run_backward<half, float>(p, device, workspace, stream);
+}
+
+}  // namespace fastln

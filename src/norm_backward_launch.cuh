@@ -1,0 +1,202 @@
+// Host side of the general backward: from a plan and pointers to launches of the right variants.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include <cuda_runtime.h>
+
+#include "dependent_launch.h"
+#include "norm_backward.cuh"
+#include "norm_backward_plan.h"
+#include "norm_launch.h"
+
+namespace fastln {
+
+// The kernel, which may then be launched with as much shared memory as a block can have. The multiprocessor's memory is
+// divided alike for all of these kernels, or a block of one could not join those of another there. CUDA is told once a
+// device.
+template <auto kKernel>
+cudaError_t prepare(const DeviceFacts& device, decltype(kKernel)* out) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};
+  *out = kKernel;
+  if (done[device.index].load(std::memory_order_acquire)) return cudaSuccess;
+  const auto kernel = reinterpret_cast<const void*>(kKernel);
+  cudaFuncAttributes facts{};
+  cudaError_t err = cudaFuncGetAttributes(&facts, kernel);
+  const auto room = static_cast<int>(device.shared_bytes_block) - static_cast<int>(facts.sharedSizeBytes);
+  if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+  if (err == cudaSuccess)
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (err == cudaSuccess) done[device.index].store(true, std::memory_order_release);
+  return err;
+}
+
+// Every compiled variant of norm_backward.
+template <typename Elem, typename Param>
+cudaError_t find_backward(GradRows rows, int pieces, const DeviceFacts& device, void (**out)(BackwardLaunch)) {
+  if (rows == GradRows::kCluster) {
+    constexpr int kPieces = cluster_pieces(sizeof(Elem));
+    if (pieces == kPieces) return prepare<norm_backward<Elem, Param, kPieces, GradRows::kCluster>>(device, out);
+  } else if (rows == GradRows::kShifted) {
+    switch (pieces) {
+      case 1: return prepare<norm_backward<Elem, Param, 1, GradRows::kShifted>>(device, out);
+      case 2: return prepare<norm_backward<Elem, Param, 2, GradRows::kShifted>>(device, out);
+    }
+  } else {
+    switch (pieces) {
+      case 1: return prepare<norm_backward<Elem, Param, 1, GradRows::kWhole>>(device, out);
+      case 2: return prepare<norm_backward<Elem, Param, 2, GradRows::kWhole>>(device, out);
+      case 3: return prepare<norm_backward<Elem, Param, 3, GradRows::kWhole>>(device, out);
+      case 4: return prepare<norm_backward<Elem, Param, 4, GradRows::kWhole>>(device, out);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+// For kernels that call wait_for_previous_kernel() before they touch memory.
+template <typename... Args>
+cudaError_t launch(void (*kernel)(Args...), dim3 grid, dim3 block, int64_t shared_bytes, int cluster,
+                   const DeviceFacts& device, cudaStream_t stream, std::type_identity_t<Args>... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
+  if (device.major >= 9) attributes[config.numAttrs++] = dependent_launch();
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// How many clusters of the plan's blocks the device holds at once, at least 1.
+inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const BackwardPlan& plan, int64_t shared_bytes,
+                                     int64_t* out) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.cluster));
+  config.blockDim = dim3(static_cast<unsigned>(plan.block));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t err = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config);
+  *out = std::max(clusters, 1);
+  return err;
+}
+
+template <typename Elem, typename Param>
+cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, const DeviceFacts& device,
+                            void* workspace, cudaStream_t stream) {
+  using Acc = AccOf<Elem>;
+  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
+  const bool shifted = !grads_are_whole(grads, sizeof(Elem));
+  const bool wants_params = grads.dweight || grads.dbias;
+  const bool sliced = plan.pieces == 0;
+  const int pieces = sliced ? kSlicePieces : plan.pieces;
+
+  BackwardLaunch p{grads};
+  p.per_col = 1.0 / static_cast<double>(p.cols);
+  p.threads = plan.threads;
+  p.cluster = plan.cluster;
+  p.pitch = backward_pitch(p.cols);
+  p.slice = sliced ? slice_cols(sizeof(Elem)) : p.cols;
+  BackwardGrid grid = backward_grid(grads, plan, sizeof(Elem), device);
+  p.blocks = grid.blocks;
+  p.row_blocks = plan.direct && !p.dx ? 0 : grid.blocks * grid.slices;
+
+  cudaError_t err;
+  Acc* room = static_cast<Acc*>(workspace);
+  if (wants_params && !plan.direct) {
+    p.partial = room;
+    room += grid.partials * 2 * p.pitch;
+  }
+  if (sliced && p.dx) {
+    const int64_t chunks = (p.cols + kSumsChunk - 1) / kSumsChunk;
+    Acc* averages = room;               // [rows, 2]
+    Acc* sums = averages + 2 * p.rows;  // [rows, chunks, 2]
+    err = launch(sum_chunks<Elem, Param>, static_cast<unsigned>(p.rows * chunks), kBackwardThreads, 0, 1, device,
+                 stream, p, sums, chunks);
+    if (err != cudaSuccess) return err;
+    err = launch(average_chunks<Acc>, static_cast<unsigned>((p.rows + 7) / 8), 8 * kWarp, 0, 1, device, stream, sums,
+                 p.rows, chunks, p.per_col, averages);
+    if (err != cudaSuccess) return err;
+    p.sums = averages;
+  }
+
+  const int sharers = std::min(plan.threads, kWarp), groups = plan.block / plan.threads;
+  const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, shifted ? 2 * pieces : pieces, sizeof(Acc));
+  const int64_t staged_bytes = shifted ? 2 * groups * (int64_t{plan.threads} * pieces + 1) * kMaxAccessBytes : 0;
+  const int64_t summed_bytes = p.partial ? int64_t{2} * plan.block * pieces * kAccess * sizeof(Acc) : 0;
+  const int64_t columns_bytes = plan.direct ? int64_t{2} * plan.block * kAccess * sizeof(Acc) : 0;
+  // Room for each of the resident blocks, less what the hardware keeps of it, and our own static part.
+  const int64_t room_bytes =
+      std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
+  // A cluster's blocks hold two rows at once.
+  const int64_t least_stages = plan.cluster > 1 ? 2 : 1, most_stages = plan.direct ? least_stages : kMaxStages;
+  p.stages =
+      static_cast<int>(std::clamp<int64_t>((room_bytes - staged_bytes) / stage_bytes, least_stages, most_stages));
+  const int64_t shared_bytes = std::max({p.stages * stage_bytes + staged_bytes, summed_bytes, columns_bytes});
+
+  void (*kernel)(BackwardLaunch);
+  const GradRows rows = plan.cluster > 1 ? GradRows::kCluster : shifted ? GradRows::kShifted : GradRows::kWhole;
+  err = find_backward<Elem, Param>(rows, pieces, device, &kernel);
+  if (err != cudaSuccess) return err;
+  if (plan.cluster > 1 && !plan.direct) {
+    // Clusters that would not fit at once with the others would run behind them, in twice the time.
+    int64_t clusters = 0;
+    err = resident_clusters(kernel, plan, shared_bytes, &clusters);
+    if (err != cudaSuccess) return err;
+    grid.partials = std::min(grid.partials, clusters);
+    p.blocks = p.row_blocks = grid.partials * plan.cluster;
+  }
+  const int64_t column_blocks =
+      plan.direct && wants_params ? (p.cols + kColumnPieces * kAccess - 1) / (kColumnPieces * kAccess) : 0;
+  if (plan.direct && (plan.cluster > 1 || sliced)) {
+    if (column_blocks > 0) {
+      const int block = 128;
+      err = launch(shifted ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>,
+                   static_cast<unsigned>(column_blocks), block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device,
+                   stream, p);
+    }
+    if (err == cudaSuccess && p.dx)
+      err = launch(kernel, static_cast<unsigned>(p.row_blocks), plan.block, shared_bytes, plan.cluster, device, stream,
+                   p);
+    return err;
+  }
+  err = launch(kernel, static_cast<unsigned>(p.row_blocks + column_blocks), plan.block, shared_bytes, plan.cluster,
+               device, stream, p);
+  if (err != cudaSuccess || !p.partial) return err;
+  // As many columns a block as leave about a block a multiprocessor.
+  constexpr int64_t kRun = 16 / sizeof(Acc);
+  int lanes = 2;
+  while (lanes < kWarp && 2 * p.cols > lanes * kRun * device.sms) lanes *= 2;
+  const auto column_slices = static_cast<unsigned>((p.cols + lanes * kRun - 1) / (lanes * kRun));
+  void (*add)(const Acc*, int64_t, int64_t, int64_t, int, void*, void*);
+  err = prepare<add_partials<Acc, Param>>(device, &add);
+  if (err != cudaSuccess) return err;
+  return launch(add, dim3(column_slices, 2), kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial),
+                grid.partials, p.pitch, p.cols, lanes, p.dweight, p.dbias);
+}
+
+template <typename Elem, typename Param>
+const char* run_backward(const NormGrads& grads, const DeviceFacts& device, void* workspace, void* stream) {
+  const BackwardPlan plan = plan_backward(grads, sizeof(Elem), device);
+  const cudaError_t err =
+      launch_backward<Elem, Param>(grads, plan, device, workspace, static_cast<cudaStream_t>(stream));
+  if (err == cudaSuccess) return nullptr;
+  cudaGetLastError();  // reported here; the next call must not see it again
+  return cudaGetErrorString(err);
+}
+
+}  // namespace fastln
