@@ -61,14 +61,19 @@ def make_floor(cell: Cell):
     return add
 
 
-def make_theirs(cell: Cell):
-    """What autograd runs for ``F.layer_norm``."""
+def make_of(op, cell: Cell):
+    """An op with the arguments of aten's ``native_layer_norm_backward``, asked for what the cell wants."""
     mask = asked_for(cell)
 
-    def theirs(dy, x, mean, rstd, weight, bias) -> Gradients:
-        return torch.ops.aten.native_layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, weight, bias, mask)
+    def backward(dy, x, mean, rstd, weight, bias) -> Gradients:
+        return op(dy, x, x.shape[-1:], mean, rstd, weight, bias, mask)
 
-    return theirs
+    return backward
+
+
+def make_theirs(cell: Cell):
+    """What autograd runs for ``F.layer_norm``."""
+    return make_of(torch.ops.aten.native_layer_norm_backward, cell)
 
 
 def make_compiled(cell: Cell):
@@ -89,12 +94,7 @@ def make_liger(cell: Cell):
 
 
 def make_ours(cell: Cell):
-    mask = asked_for(cell)
-
-    def ours(dy, x, mean, rstd, weight, bias) -> Gradients:
-        return torch.ops.fastln.layer_norm_bwd(dy, x, x.shape[-1:], mean, rstd, weight, bias, mask)
-
-    return ours
+    return make_of(torch.ops.fastln.layer_norm_bwd, cell)
 
 
 LINEUP = Lineup(

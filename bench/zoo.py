@@ -138,17 +138,24 @@ def gpt2(size: Size) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def _encoder(size: Size) -> dict[str, int | float]:
+    """What transformers calls the sizes of an encoder, without dropout."""
+    return {
+        "hidden_size": size.width,
+        "num_hidden_layers": size.depth,
+        "num_attention_heads": size.heads,
+        "intermediate_size": 4 * size.width,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
 def bert(size: Size) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
         vocab_size=min(size.vocabulary, 30522),
-        hidden_size=size.width,
-        num_hidden_layers=size.depth,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **_encoder(size),
         max_position_embeddings=size.tokens,
     )
     return BertForMaskedLM(config)
@@ -158,12 +165,7 @@ def vit(size: Size) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=size.width,
-        num_hidden_layers=size.depth,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **_encoder(size),
         image_size=size.image,
         patch_size=size.patch,
         num_labels=size.classes,

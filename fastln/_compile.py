@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastln._autograd import needs_backward
+from fastln._norm_fakes import FLOATING, stats_dtype
+
 _MODES = ("op", "inductor")
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _op = torch.ops.fastln.layer_norm.default
 
 
@@ -64,14 +66,14 @@ def traced(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
-    mode = _mode.training if _needs_grad(input, weight, bias) else _mode.inference
+    mode = _mode.training if needs_backward(input, weight, bias) else _mode.inference
     # Its public reader, is_exporting(), is always true to Dynamo of torch 2.11.
     exporting = torch.compiler._is_exporting_flag
     if mode == "op" or exporting or not _is_good(input, normalized_shape, weight, bias):
         return _op(input, normalized_shape, weight, bias, eps)  # which refuses what is not good
     dtype = input.dtype
     if any(t is not None and t.dtype != dtype for t in (weight, bias)):  # more than F.layer_norm takes
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = stats_dtype(input)
         input, weight, bias = input.to(wide), _to(weight, wide), _to(bias, wide)
         return torch.layer_norm(input, normalized_shape, weight, bias, eps).to(dtype)
     return torch.layer_norm(input, normalized_shape, weight, bias, eps)
@@ -81,15 +83,11 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if t is None else t.to(dtype)
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def _is_good(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> bool:
     if len(shape) == 0 or input.dim() < len(shape) or list(input.shape[-len(shape) :]) != list(shape):
         return False
-    return input.dtype in _FLOATING and all(
-        list(t.shape) == list(shape) and t.dtype in _FLOATING and t.device == input.device
+    return input.dtype in FLOATING and all(
+        list(t.shape) == list(shape) and t.dtype in FLOATING and t.device == input.device
         for t in (weight, bias)
         if t is not None
     )

@@ -5,37 +5,17 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from bwd_support import MIXTURES, TENSORS, leaves
 from norm_support import CALLS, FWD, Norm, assert_norm_matches_float64, each, norm_inputs
 from reference import same_bits
 
 import fastln
 
-TENSORS = ("input", "weight", "bias")
 SUBSETS = [names for n in (1, 2, 3) for names in itertools.combinations(TENSORS, n)]
-MIXTURES = {
-    "float16_with_float32": (torch.float16, torch.float32, torch.float32),
-    "bfloat16_with_float32": (torch.bfloat16, torch.float32, torch.float32),
-    "float16_with_float32_weight": (torch.float16, torch.float32, torch.float16),
-    "float32_with_float16": (torch.float32, torch.float16, torch.float16),
-    "float32_with_float64": (torch.float32, torch.float64, torch.float64),
-    "float64_with_float32": (torch.float64, torch.float32, torch.float32),
-    "float16_with_bfloat16": (torch.float16, torch.bfloat16, torch.bfloat16),
-}
 # Of the gradients: sums of 15 products of numbers of the leaf's dtype, or one number rounded to it.
 RELATIVE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
 call_by_either_way = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-
-
-def leaves(sample, names=TENSORS):
-    """The sample with leaves of its own, of which those in `names` require grad."""
-    return sample._replace(
-        **{
-            name: value.detach().clone().requires_grad_(name in names)
-            for name, value in sample._asdict().items()
-            if isinstance(value, torch.Tensor)
-        }
-    )
 
 
 def upstream(y):
@@ -63,8 +43,8 @@ def assert_gradients_match_float64(call, sample, names, view=lambda x: x):
     def of_view(function):
         return lambda x, *others: function(view(x), *others)
 
-    got = gradients(of_view(call), leaves(sample, names))
-    expected = gradients(of_view(F.layer_norm), leaves(in_float64(sample), names))
+    got = gradients(of_view(call), leaves(sample, *names))
+    expected = gradients(of_view(F.layer_norm), leaves(in_float64(sample), *names))
     assert list(got) == list(expected) == [name for name in TENSORS if name in names]
     for name, grad in got.items():
         leaf = getattr(sample, name)
@@ -119,7 +99,7 @@ def test_gradients_of_strided_inputs(call, device):
 def test_values_under_autograd_match_float64(call, device):
     for x, weight, bias in ((torch.float32,) * 3, *MIXTURES.values()):
         sample = norm_inputs(x, device, (15, 33)).in_dtypes(weight, bias)
-        assert_norm_matches_float64(call(*leaves(sample)).detach(), sample)
+        assert_norm_matches_float64(call(*leaves(sample, *TENSORS)).detach(), sample)
 
 
 @pytest.mark.parametrize("names", [("input",), ("weight", "bias"), TENSORS], ids="_".join)
@@ -136,7 +116,7 @@ def test_compiled_gradients_are_those_of_eager(call, names, device, fresh_compil
     "present", [(), ("weight",), ("bias",), ("weight", "bias")], ids=lambda p: "_".join(p) or "none"
 )
 def test_case_29_second_derivatives_are_right(call, present, device):
-    sample = leaves(norm_inputs(torch.float64, device, (2, 5)), ("input", *present))
+    sample = leaves(norm_inputs(torch.float64, device, (2, 5)), "input", *present)
     tensors = [getattr(sample, name) for name in ("input", *present)]
 
     def function(x, *parameters):
@@ -205,9 +185,9 @@ def test_a_gradient_through_layer_norm_fwd_is_right_or_refused(device):
         return lambda x, *others: function(x, *others) + x
 
     sample = norm_inputs(torch.float32, device, (15, 33))
-    expected = gradients(residual(F.layer_norm), leaves(sample))
+    expected = gradients(residual(F.layer_norm), leaves(sample, *TENSORS))
     try:
-        got = gradients(residual(lambda *arguments: FWD(*arguments)[0]), leaves(sample))
+        got = gradients(residual(lambda *arguments: FWD(*arguments)[0]), leaves(sample, *TENSORS))
     except RuntimeError:
         return
     for name, grad in got.items():
@@ -221,7 +201,7 @@ def test_a_gradient_through_layer_norm_fwd_is_right_or_refused(device):
 @call_by_either_way
 def test_grad_modes_without_grad_give_the_bits_of_tensors_without_it(call, mode, device):
     sample = norm_inputs(torch.float16, device, (3, 33))
-    expected, differentiable = call(*sample), leaves(sample)
+    expected, differentiable = call(*sample), leaves(sample, *TENSORS)
     with mode():
         y = call(*differentiable)
         assert same_bits(call(*sample), expected)
@@ -245,7 +225,7 @@ def test_output_requires_grad_only_where_an_argument_does(call, device):
     sample = norm_inputs(torch.float32, device, (3, 33))
     assert not call(*sample).requires_grad
     for name in TENSORS:
-        y = call(*leaves(sample, (name,)))
+        y = call(*leaves(sample, name))
         assert y.requires_grad
         assert not y.is_leaf
 
