@@ -17,7 +17,6 @@ namespace {
 using half = c10::Half;  // each operator rounds its result to half, as the GPU's half instructions do
 
 constexpr int kWarp = 32;
-constexpr int kMaxThreads = 1024;
 
 template <typename Acc>
 Acc reciprocal_sqrt(Acc a) {
@@ -108,8 +107,8 @@ Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
 template <typename Elem, typename Acc, int kItems, int kAccess>
 void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
-  const int threads = static_cast<int>(
-      threads_wanted > kMaxThreads ? kMaxThreads / 2 : (threads_wanted + kWarp - 1) / kWarp * kWarp);  // kBlockThreads
+  const int threads =
+      held_items(kItems, sizeof(Acc), p.cols) ? (threads_wanted + kWarp - 1) / kWarp * kWarp : kStepThreads;
   const Acc eps = static_cast<Acc>(p.eps);
   std::vector<Acc> partial;
   for (int64_t row = begin; row < end; ++row) {
@@ -131,7 +130,9 @@ void normalize_rows(const Rows& p, int64_t begin, int64_t end) {
 
 #define FASTLN_DEFINE(name, Elem, Acc, items, access)                        \
   void cpu_layer_norm_##name(const Rows& rows, int64_t begin, int64_t end) { \
-    normalize_rows<Elem, Acc, items, access>(rows, begin, end);              \
+    if (held_items(items, sizeof(Acc), rows.cols) == 2 * items)              \
+      normalize_rows<Elem, Acc, 2 * items, access>(rows, begin, end);        \
+    else normalize_rows<Elem, Acc, items, access>(rows, begin, end);         \
   }
 FASTLN_KERNELS(FASTLN_DEFINE)
 #undef FASTLN_DEFINE

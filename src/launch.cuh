@@ -32,8 +32,8 @@ bool accesses_are_aligned(const Rows& p) {
 template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
 cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) {
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
-  const int threads =
-      static_cast<int>(std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, kBlockThreads<kLong>));
+  const int threads = static_cast<int>(
+      std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, most_threads<Acc, kItems, kRun, kLong>()));
   cudaLaunchAttribute attribute = dependent_launch();
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(threads);
@@ -54,6 +54,18 @@ cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) 
   return cudaSuccess;
 }
 
+// A row that a block holds in registers, kHeld items a thread.
+template <typename Elem, typename Acc, int kHeld, int kAccess>
+cudaError_t launch_held(const Rows& p, bool aligned, bool dependent, cudaStream_t stream) {
+  const auto both = [&](Affine::Kind kind) { return p.weight.kind == kind && p.bias.kind == kind; };
+  if (!aligned) return launch_rows<Elem, Acc, kHeld, 1, kAccess, Params::kAny, false>(p, dependent, stream);
+  if (p.cols % kAccess == 0 && both(Affine::Kind::kScalar))
+    return launch_rows<Elem, Acc, kHeld, kAccess, kAccess, Params::kScalars, false>(p, dependent, stream);
+  if (p.cols % kAccess == 0 && both(Affine::Kind::kElement))
+    return launch_rows<Elem, Acc, kHeld, kAccess, kAccess, Params::kVectors, false>(p, dependent, stream);
+  return launch_rows<Elem, Acc, kHeld, kAccess, kAccess, Params::kAny, false>(p, dependent, stream);
+}
+
 template <typename Elem, typename Acc, int kItems, int kAccess>
 const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   if (p.rows == 0 || p.cols == 0) return nullptr;
@@ -61,17 +73,17 @@ const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const bool dependent = device.major >= 9;
   const bool aligned = accesses_are_aligned<Elem, kAccess>(p);
-  const auto both = [&](Affine::Kind kind) { return p.weight.kind == kind && p.bias.kind == kind; };
-  cudaError_t err;
-  if (p.cols > static_cast<int64_t>(kMaxThreads) * kItems)
-    err = aligned ? launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, true>(p, dependent, s)
-                  : launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, true>(p, dependent, s);
-  else if (!aligned) err = launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, false>(p, dependent, s);
-  else if (p.cols % kAccess == 0 && both(Affine::Kind::kScalar))
-    err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kScalars, false>(p, dependent, s);
-  else if (p.cols % kAccess == 0 && both(Affine::Kind::kElement))
-    err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kVectors, false>(p, dependent, s);
-  else err = launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, false>(p, dependent, s);
+  cudaError_t err = cudaErrorInvalidValue;
+  switch (held_items(kItems, sizeof(Acc), p.cols)) {
+    case kItems: err = launch_held<Elem, Acc, kItems, kAccess>(p, aligned, dependent, s); break;
+    case 2 * kItems:
+      if constexpr (block_threads(kItems, sizeof(Acc)) == 512)
+        err = launch_held<Elem, Acc, 2 * kItems, kAccess>(p, aligned, dependent, s);
+      break;
+    default:
+      err = aligned ? launch_rows<Elem, Acc, kItems, kAccess, kAccess, Params::kAny, true>(p, dependent, s)
+                    : launch_rows<Elem, Acc, kItems, 1, kAccess, Params::kAny, true>(p, dependent, s);
+  }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again
   return cudaGetErrorString(err);

@@ -65,13 +65,16 @@ struct AffineItems {
   }
 };
 
-// Threads of a block, at most: the loops of kLong need more registers than 1024 threads leave.
-template <bool kLong> constexpr int kBlockThreads = kLong ? kMaxThreads / 2 : kMaxThreads;
+// Threads of a block, at most.
+template <typename Acc, int kItems, int kRun, bool kLong>
+constexpr int most_threads() {
+  return kLong || kItems > kRun ? kStepThreads : block_threads(kItems, sizeof(Acc));
+}
 
-// Blocks of that size that an SM must have registers for: two, its limit of threads, where 32 registers a
-// thread suffice (with 39, f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 90). Before compute
-// capability 9.0 several accesses a thread take more. The loops of a single access take 40, which leaves three
-// blocks of half the size (with 48, two, f32x4 took 195 us at 8192x8192, not 160); those of 8 halves do on 9.0.
+// Threads that an SM must have registers for: 2048, its limit, where 32 registers a thread suffice (with 39,
+// f16x8_pack_f32 took 160 us at 8192x8192 on an H200, not 90). 16 items take 40, and before compute capability 9.0
+// several accesses a thread take more. The loops of a single access take 40 (with 48, for 1024 threads, f32x4 took 195 us
+// at 8192x8192, not 160); those of 8 halves do on 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kSeveralAccessesFit = false;
 #else
@@ -83,9 +86,11 @@ constexpr bool kLoopOf8Fits = false;
 constexpr bool kLoopOf8Fits = true;
 #endif
 template <typename Acc, int kItems, int kAccess, Params kParams, bool kLong>
-constexpr int blocks_of_sm() {
-  if (kLong) return kItems == kAccess && kItems * sizeof(Acc) <= 16 && (kItems <= 4 || kLoopOf8Fits) ? 3 : 1;
-  return kParams == Params::kAny || (kItems > kAccess && !kSeveralAccessesFit) ? 1 : 2;
+constexpr int threads_of_sm() {
+  if (kLong) return kItems == kAccess && kItems * sizeof(Acc) <= 16 && (kItems <= 4 || kLoopOf8Fits) ? 1536 : 512;
+  if (kParams == Params::kAny) return kItems > 8 ? 512 : 1024;
+  if (kItems > kAccess && !kSeveralAccessesFit) return 1024;
+  return kItems > 8 ? 1536 : 2048;
 }
 
 // One block normalizes one row; blockDim.x is any multiple of 32, chosen at run time.
@@ -101,8 +106,9 @@ constexpr int blocks_of_sm() {
 // Acc is the type of everything between load and store: with half, a sum of squares past 65504 is
 // infinite, rstd is 0 and the row comes out as `bias`. That is the hazard these variants exist to show.
 template <typename Elem, typename Acc, int kItems, int kAccess, int kRun, Params kParams, bool kLong>
-__global__ void __launch_bounds__(kBlockThreads<kLong>, (blocks_of_sm<Acc, kItems, kAccess, kParams, kLong>()))
-    layer_norm_rows(const Rows p) {
+__global__ void __launch_bounds__((most_threads<Acc, kItems, kRun, kLong>()),
+                                  (threads_of_sm<Acc, kItems, kAccess, kParams, kLong>() /
+                                   most_threads<Acc, kItems, kRun, kLong>())) layer_norm_rows(const Rows p) {
   using L = Lanes<Acc, kItems>;
   using Index = std::conditional_t<kLong, int64_t, int>;
   const int64_t row = blockIdx.x;

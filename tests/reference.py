@@ -113,8 +113,10 @@ def layer_norm_float64(x, weight=None, bias=None, eps=EPS):
 def ulp(value, dtype):
     """Spacing of the numbers of `dtype` at `value`, a float tensor of at least its range."""
     info = torch.finfo(dtype)
-    exponent = torch.frexp(value.abs().clamp(min=info.tiny)).exponent - 1
-    return torch.ldexp(torch.full_like(value, info.eps), exponent)
+    size = value.abs().clamp(min=info.tiny)
+    # size / mantissa is a power of two. (torch.ldexp would do, but under 2.11 it runs on the current GPU, whichever
+    # holds its tensors.)
+    return size / torch.frexp(size).mantissa * (info.eps / 2)
 
 
 def allowed_error(kernel, reference, weight=None, bias=None):

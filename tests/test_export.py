@@ -10,6 +10,7 @@ import pytest
 import torch
 from fresh import ROOT, process, python
 from module_support import pair, randomize
+from needs import require_loadable_packages
 from norm_support import norm_inputs
 from reference import same_bits
 from torch import nn
@@ -139,6 +140,7 @@ def packaged(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_package_runs_in_a_process_that_has_imported_fastln(packaged, device):
+    require_loadable_packages(device)
     package, expected = packaged(device)
     said = python(
         f"""

@@ -6,6 +6,7 @@ import socket
 import pytest
 import torch
 from fresh import ROOT, process
+from needs import require_loadable_packages
 
 DOC = ROOT / "docs" / "usage.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,6 +39,10 @@ def test_the_examples_run(title, device, tmp_path, inductor):
     if "override" in title and torch.version.cuda is None:
         pytest.skip("a torch without CUDA")
     given = f"device, folder, world_size = {device.type!r}, {str(tmp_path)!r}, 1"
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    done = process(given, IMPORTS, *SECTIONS[title], **alone)
+    around = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    if device.type == "cpu":
+        around["CUDA_VISIBLE_DEVICES"] = ""  # torch.distributed would take the GPUs' backend
+    elif "AOTInductor" in title:
+        require_loadable_packages(device)
+    done = process(given, IMPORTS, *SECTIONS[title], **around)
     assert done.returncode == 0, done.stderr
