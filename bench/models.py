@@ -52,6 +52,7 @@ def parse() -> argparse.Namespace:
     add("--directions", type=_some_of(DIRECTIONS), default=list(DIRECTIONS), help="default: both")
     add("--engines", type=_some_of(ENGINES), default=["eager", "compiled"], help="default: eager,compiled")
     add("--layers", type=int, default=zoo.BASE.depth, help="blocks of each model (default: %(default)s)")
+    add("--width", type=int, default=zoo.BASE.width, help="columns of a norm, heads of 64 (default: %(default)s)")
     add("--batch", type=int, help="sequences a step, and eight times as many images")
     add("--rounds", type=int, default=15, help="default: %(default)s")
     add("--steps", type=int, default=5, help="steps a round (default: %(default)s)")
@@ -60,7 +61,11 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     wanted = [name.lower() for name in options.models.split(",") if name]
     options.entries = [e for e in zoo.ENTRIES if not wanted or any(name in e.name.lower() for name in wanted)]
-    size = zoo.SMALL if options.small else replace(zoo.BASE, depth=options.layers)
+    size = (
+        zoo.SMALL
+        if options.small
+        else replace(zoo.BASE, depth=options.layers, width=options.width, heads=options.width // 64)
+    )
     if options.batch:
         size = replace(size, batch=options.batch, images=8 * options.batch)
     options.size = size
@@ -266,6 +271,7 @@ def main() -> None:
         "rounds": options.rounds,
         "steps": options.steps,
         "layers": options.size.depth,
+        "width": options.size.width,
         "host": host_times() if on_gpu and not options.no_host else [],
         "models": [],
         "missing": [e.name for e in options.entries if not e.is_installed()],

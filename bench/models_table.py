@@ -21,8 +21,8 @@ def caption(results: dict) -> str:
     return (
         f"{gpu['name']} (driver {gpu['driver']}), torch {machine['torch']}, fastln {machine['fastln']}, "
         f"{machine['date']}. Milliseconds a step, median of {results['rounds']} rounds of {results['steps']} steps in "
-        f"which the variants take turns; {results['layers']} blocks; a training step is forward, loss, backward and "
-        "fused AdamW. In brackets: times as fast as stock."
+        f"which the variants take turns; {results['layers']} blocks of width {results['width']}; a training step is "
+        "forward, loss, backward and fused AdamW. In brackets: times as fast as stock."
     )
 
 

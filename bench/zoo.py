@@ -154,7 +154,7 @@ def bert(size: Size) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=min(size.vocabulary, 30522),
+        vocab_size=size.vocabulary,
         **_encoder(size),
         max_position_embeddings=size.tokens,
     )

@@ -19,14 +19,16 @@ from fastln._transforms import in_derivative, in_dual_level, in_functorch, requi
 _op = torch.ops.fastln.layer_norm.default
 _fwd = torch.ops.fastln.layer_norm_fwd.default
 _bwd = torch.ops.fastln.layer_norm_bwd.default
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
 def run(overload, *args, **kwargs):
     """The op, past the kernel that makes it differentiable."""
-    if torch.compiler.is_dynamo_compiling():  # compiled autograd, which traces backward() and knows no such guard
+    if _is_dynamo_compiling():  # compiled autograd, which traces backward() and knows no such guard
         return overload(*args, **kwargs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return overload(*args, **kwargs)
+    with _BelowAutograd():
+        return overload._op(*args, **kwargs)  # what calling the overload comes to, less a call in Python
 
 
 def needs_backward(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -60,8 +62,8 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, normalized_shape, weight, bias, eps):
-        with torch._C._AutoDispatchBelowAutograd():
-            y, mean, rstd = _fwd(input, normalized_shape, weight, bias, eps)
+        with _BelowAutograd():
+            y, mean, rstd = _fwd._op(input, normalized_shape, weight, bias, eps)
         ctx.save_for_backward(input, mean, rstd, weight)
         ctx.normalized_shape = tuple(normalized_shape)
         ctx.bias_dtype = None if bias is None else bias.dtype

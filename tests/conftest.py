@@ -126,6 +126,14 @@ def inductor():
         pytest.skip("inductor needs a C++ compiler")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_code_has_our_op():
+    """Tests of compiled code are about our op; test_compile_mode.py knows of the other mode, and of the default."""
+    before = fastln.set_compile_mode("op", "op")
+    yield
+    fastln.set_compile_mode(*before)
+
+
 @pytest.fixture
 def fresh_compiler():
     """No graph of another test in torch.compile's caches."""

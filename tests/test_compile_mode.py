@@ -149,11 +149,17 @@ def test_bad_input_is_refused_in_the_words_of_eager(call, choice, mode):
         ("op", ("op", "op")),
         ("inductor", ("inductor", "inductor")),
         ("inference=inductor,training=op", ("inductor", "op")),
-        ("training=inductor", ("op", "inductor")),
+        ("inference=op", ("op", "op")),
+        ("training=inductor", ("inductor", "inductor")),
     ],
 )
 def test_the_environment_sets_the_mode(text, expected):
     assert python("import fastln; print(*fastln.compile_mode())", FASTLN_COMPILE=text).split() == list(expected)
+
+
+def test_unless_told_otherwise_inference_is_left_to_inductor_and_training_is_not():
+    code = "import os; os.environ.pop('FASTLN_COMPILE', None); import fastln; print(*fastln.compile_mode())"
+    assert python(code).split() == ["inductor", "op"]
 
 
 @pytest.mark.parametrize("text", ["", "triton", "inference", "backward=op", "inference=op,training"])
