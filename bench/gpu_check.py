@@ -123,6 +123,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
     )
     workers = f" -n {options.workers}" if options.workers else ""
     sanitized = f"{tests} -m {quote(options.sanitize)}"
+    race_checked = f"{tests} -m {quote(f'({options.sanitize}) and not no_racecheck')}"
     # In a block of the caching allocator, an access past the end of a tensor hits valid memory.
     no_caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     steps = [
@@ -130,7 +131,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Step]:
         Step("report", f"{python} -m fastln", 180),
         Step("training", f"{python} {root}/bench/train_curve.py {quote(str(options.out / 'training.json'))}", 180),
         Step("memcheck", f"{sanitizer} --tool=memcheck {sanitized}", 400, no_caching),
-        Step("racecheck", f"{sanitizer} --tool=racecheck {sanitized}", 400, no_caching),
+        Step("racecheck", f"{sanitizer} --tool=racecheck {race_checked}", 400, no_caching),
     ]
     named = {step.name: [step] for step in steps}
     named["bench"] = []

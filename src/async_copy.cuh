@@ -1,5 +1,6 @@
-// Copies from global to shared memory that run on while the thread goes on (cp.async, compute capability 8.0
-// and later). A thread sees what it copied itself once it has waited for it; others, behind a barrier after that.
+// Copies from global to shared memory that run on while the thread goes on. A thread sees what it copied itself by
+// cp.async (compute capability 8.0 and later) once it has waited for it; others, behind a barrier after that. Bulk
+// copies, and stores into the shared memory of other blocks of a cluster (9.0), report to an mbarrier, where all wait.
 #pragma once
 
 #include <cstdint>
@@ -53,5 +54,77 @@ __device__ __forceinline__ void store_shared_vec(uint32_t address, const V& v) {
                "r"(v.bits[2]), "r"(v.bits[3])
                : "memory");
 }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// An mbarrier, 8 bytes of shared memory: a phase of it ends when `arrivals` threads have arrived and all bytes that
+// they expect have come.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes barriers known to copies and, behind a barrier of the cluster, to its other blocks.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and says how many bytes have to come besides; they may have done so already.
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits for the end of the phase whose number is `parity` modulo 2. kCluster: bytes may come from other blocks.
+template <bool kCluster>
+__device__ __forceinline__ void wait_for_barrier(uint32_t barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    if constexpr (kCluster)
+      asm volatile(
+          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, p;\n\t}"
+          : "=r"(done)
+          : "r"(barrier), "r"(parity)
+          : "memory");
+    else
+      asm volatile(
+          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, p;\n\t}"
+          : "=r"(done)
+          : "r"(barrier), "r"(parity)
+          : "memory");
+  }
+}
+
+// Arrives at the barrier, which then waits for the copy. Addresses and size are multiples of 16 bytes.
+__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  arrive_expecting(barrier, bytes);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The same place in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ uint32_t remote_address(uint32_t shared, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
+// Stores into another block of the cluster, whose barrier counts the bytes. Both addresses are remote ones.
+__device__ __forceinline__ void store_async(uint32_t address, float v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v),
+               "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_async(uint32_t address, double v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(address), "d"(v),
+               "r"(barrier)
+               : "memory");
+}
+#endif
 
 }  // namespace fastln

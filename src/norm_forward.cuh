@@ -1,18 +1,16 @@
-// The general forward kernel behind fastln::layer_norm, for rows that fit the registers of a block or of a
-// cluster of blocks. norm_split.cuh takes the longer ones.
+// The general forward kernel behind fastln::layer_norm, for rows that fit the registers of a block.
+// norm_cluster.cuh and norm_split.cuh take the longer ones.
 //
-// A row belongs to a group of threads: part of a warp, a warp, a block, or a cluster. Each thread holds
-// kPieces pieces of 16 bytes in registers; piece j of thread t is the row's (j * threads + t)-th, so that
+// A row belongs to a group of threads: part of a warp, a warp, or a block. Each thread holds kPieces
+// pieces of 16 bytes in registers; piece j of thread t is the row's (j * threads + t)-th, so that
 // neighbouring threads touch neighbouring words. The group sums twice over its registers (mean, then
 // centred squares: never E[x^2] - mean^2), so x is read once, and written once normalized.
 //
-// Batch invariance. The order of all additions follows from (kPieces, threads, cluster), which plan()
+// Batch invariance. The order of all additions follows from (kPieces, threads), which plan()
 // takes from the columns, the dtype and the GPU's architecture alone. Rows never share a sum. So the bits
 // of a row depend on its values, the columns, the dtype and the weights: not on the batch, the row's
 // place in it, its stride or its alignment.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include "norm_rows.h"
 #include "reduce.cuh"
@@ -25,12 +23,11 @@ namespace fastln {
 enum class Rows16 {
   kWhole,    // it begins and ends at multiples of 16 bytes: a piece is one access
   kShifted,  // anywhere: pieces are shifted out of, and through shared memory into, granules (shift.cuh)
-  kCluster,  // as kWhole, and a cluster of blocks shares it
 };
 
 // With 8 pieces, whose weight and bias are fetched late, 64 registers are enough for a block of 1024 threads, except
-// for a cluster's sums and a shift's granules, and except from compute capability 10.0 on, where the compiler
-// spills (plan() knows). There 3 and 4 pieces take more, too.
+// for a shift's granules, and except from compute capability 10.0 on, where the compiler spills (plan() knows). There
+// 3 and 4 pieces take more, too.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kWideBlocksFit = false;
 #else
@@ -46,13 +43,12 @@ constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows == Rows16::kWhole && kPi
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
 // uses to unpack earlier, which is worth less than another block. (On an H200: 32768x1152 float16 with 2 pieces
 // 45.9 us at 56 registers, 48.7 at 64; 32768x768 with 3 26.4 at 64, 27.1 at 80; 32768x769 38.3 at 64, 41.6 at 80;
-// 4096x8193 49.2 at 64, 55.1 at 72; 512x65536 float32 in clusters 97.5 at 58, 132.9 at 72.)
+// 4096x8193 49.2 at 64, 55.1 at 72.)
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows16 kRows>
 constexpr int forward_registers() {
   constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers
   if (kPieces == 8 && kRows == Rows16::kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
-  if (kRows == Rows16::kCluster) return sizeof(Elem) == 4 ? 64 : 128;
   if (kPieces == 4 && !kEarly) return kRows == Rows16::kWhole && kWideBlocksFit ? 40 : 64;
   if (kWide || kPieces == 8) return 128;
   if (kPieces == 2) return kRows == Rows16::kWhole && sizeof(Elem) == 4 ? 48 : 56;
@@ -67,30 +63,17 @@ __host__ __device__ constexpr int64_t shifted_elements(int64_t cols) {
 }
 
 // Sum kIndex over a row's group; every thread of it gets it. `threads` is a power of two up to 32, or
-// blockDim.x. All threads of the block (of the cluster, if kCluster) must call it. With kCluster,
-// block_total is in use until the whole cluster has passed a later barrier.
-template <bool kCluster, bool kUnroll, int kIndex, typename Acc>
-__device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc, 2>& block, Acc& block_total) {
-  if (!kCluster && threads <= kWarp) {
-    if constexpr (kUnroll) {
+// blockDim.x. All threads of the block must call it.
+template <bool kUnroll, int kIndex, typename Acc>
+__device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc, 2>& block) {
+  if (threads > kWarp) return block.template sum<kIndex>(v);
+  if constexpr (kUnroll) {
 #pragma unroll
-      for (int offset = kWarp / 2; offset > 0; offset /= 2)
-        if (offset < threads) v += __shfl_xor_sync(0xffffffffu, v, offset);
-    } else {  // a loop, over which the compiler moves nothing that would need registers
-      for (int offset = threads / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-    }
-    return v;
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+      if (offset < threads) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  } else {  // a loop, over which the compiler moves nothing that would need registers
+    for (int offset = threads / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
   }
-  v = block.template sum<kIndex>(v);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (kCluster) {
-    const auto cluster = cooperative_groups::this_cluster();
-    if (threadIdx.x == 0) block_total = v;
-    cluster.sync();
-    v = 0;
-    for (unsigned rank = 0; rank < cluster.num_blocks(); ++rank) v += *cluster.map_shared_rank(&block_total, rank);
-  }
-#endif
   return v;
 }
 
@@ -98,18 +81,14 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 // other blocks hide it anyway, the registers they take cost more than that gains; see find_forward().
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows16 kRows>
 __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRows>())) norm_forward(const NormRows p) {
-  constexpr bool kCluster = kRows == Rows16::kCluster, kShifted = kRows == Rows16::kShifted;
+  constexpr bool kShifted = kRows == Rows16::kShifted;
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
   using V = Vec<Elem, kAccess>;
   using P = Vec<Param, kAccess>;
   int64_t row;
   int t, stride;  // this thread's place in its group, and the group's size
-  if constexpr (kCluster) {
-    row = blockIdx.x / p.cluster;
-    t = (blockIdx.x % p.cluster) * blockDim.x + threadIdx.x;
-    stride = blockDim.x * p.cluster;
-  } else if (p.threads > kWarp) {
+  if (p.threads > kWarp) {
     row = blockIdx.x;
     t = threadIdx.x;
     stride = p.threads;
@@ -167,8 +146,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
   }
 
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
-  __shared__ Acc block_total[2];
-  const BlockSum<Acc, 2> block(partial, kCluster || p.threads > kWarp);
+  const BlockSum<Acc, 2> block(partial, p.threads > kWarp);
 
   constexpr bool kKeep = kKeepsValues<Elem, kPieces, kEarly, kRows>;
   Acc kept[kKeep ? kPieces : 1][kAccess];
@@ -204,7 +182,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
   }
   Acc sum = pairwise(sums);
   if constexpr (kShifted) sum += tail;
-  const Acc mean = mul(group_sum<kCluster, kKeep, 0>(sum, p.threads, block, block_total[0]), per_col);
+  const Acc mean = mul(group_sum<kKeep, 0>(sum, p.threads, block), per_col);
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
     const Acc centre = inside(j) ? mean : Acc(0);  // past the row x is held as 0; centred on 0 it adds nothing
@@ -220,7 +198,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
   Acc squares = pairwise(sums);
   if (has_tail) squares = fma(tail - mean, tail - mean, squares);
   // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
-  const Acc variance = group_sum<kCluster, kKeep, 1>(mul(squares, per_col), p.threads, block, block_total[1]);
+  const Acc variance = group_sum<kKeep, 1>(mul(squares, per_col), p.threads, block);
   const Acc rstd = reciprocal_sqrt(variance + p.eps_as(Acc()));
 
   if (t == 0 && cols > 0 && p.mean) {
@@ -258,10 +236,6 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
     else __syncwarp();
     store_shifted(static_cast<Elem*>(p.y) + row * p.cols, shared, cols, t, stride);
   }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // No block may end while another still reads its shared memory.
-  if constexpr (kCluster) cooperative_groups::this_cluster().sync();
-#endif
 }
 
 }  // namespace fastln

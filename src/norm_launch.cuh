@@ -2,11 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <climits>
 
 #include <cuda_runtime.h>
 
 #include "dependent_launch.h"
+#include "norm_cluster.cuh"
 #include "norm_forward.cuh"
 #include "norm_launch.h"
 #include "norm_split.cuh"
@@ -19,22 +22,16 @@ template <typename Elem>
 cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_bytes, bool has_dependent_launch,
                         cudaStream_t stream) {
   using Acc = AccOf<Elem>;
-  const bool whole_block = p.threads > kWarp || p.cluster > 1;
+  const bool whole_block = p.threads > kWarp;
   const int64_t rows_a_block = whole_block ? 1 : kSmallGroupBlock / p.threads;
-  const int64_t most_rows = INT_MAX / p.cluster * rows_a_block;
+  const int64_t most_rows = INT_MAX * rows_a_block;
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(whole_block ? p.threads : kSmallGroupBlock);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes * rows_a_block);
   config.stream = stream;
-  cudaLaunchAttribute attributes[2]{};
-  config.attrs = attributes;
-  if (has_dependent_launch) attributes[config.numAttrs++] = dependent_launch();
-  if (p.cluster > 1) {
-    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = static_cast<unsigned>(p.cluster);
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  }
+  cudaLaunchAttribute attribute = dependent_launch();
+  config.attrs = &attribute;
+  config.numAttrs = has_dependent_launch ? 1 : 0;
   if (config.dynamicSmemBytes > 48 * 1024) {  // what a kernel may have without asking
     const cudaError_t err =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -43,7 +40,7 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_byt
   }
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     p.rows = std::min(left, most_rows);
-    config.gridDim = dim3(static_cast<unsigned>((p.rows + rows_a_block - 1) / rows_a_block * p.cluster));
+    config.gridDim = dim3(static_cast<unsigned>((p.rows + rows_a_block - 1) / rows_a_block));
     const cudaError_t err = cudaLaunchKernelEx(&config, kernel, p);
     if (err != cudaSuccess) return err;
     p.x = static_cast<const Elem*>(p.x) + p.rows * p.x_stride;
@@ -61,16 +58,12 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_byt
 // few rows want (1x8192: 2.8 us, late 3.3). When they come does not change what is computed.
 template <typename Elem, typename Param, Rows16 kRows>
 void (*find_forward(int pieces, bool past_l2))(NormRows) {
-  if constexpr (kRows == Rows16::kCluster) {
-    return pieces == 8 ? norm_forward<Elem, Param, 8, false, kRows> : nullptr;
-  } else {
-    switch (pieces) {
-      case 2: return norm_forward<Elem, Param, 2, true, kRows>;
-      case 3: return norm_forward<Elem, Param, 3, true, kRows>;
-      case 4: return past_l2 ? norm_forward<Elem, Param, 4, false, kRows> : norm_forward<Elem, Param, 4, true, kRows>;
-      case 8: return norm_forward<Elem, Param, 8, false, kRows>;
-      default: return nullptr;
-    }
+  switch (pieces) {
+    case 2: return norm_forward<Elem, Param, 2, true, kRows>;
+    case 3: return norm_forward<Elem, Param, 3, true, kRows>;
+    case 4: return past_l2 ? norm_forward<Elem, Param, 4, false, kRows> : norm_forward<Elem, Param, 4, true, kRows>;
+    case 8: return norm_forward<Elem, Param, 8, false, kRows>;
+    default: return nullptr;
   }
 }
 
@@ -80,6 +73,59 @@ bool rows_are_whole(const NormRows& p) {
   constexpr int64_t kBytes = sizeof(Elem);
   return rows_are_aligned(p.x, p.rows, p.x_stride * kBytes) && is_aligned(p.y) &&
          p.cols * kBytes % kMaxAccessBytes == 0;
+}
+
+// The kernel, which may then be launched with as much shared memory as a block can have; and how many clusters of
+// `cluster` of its blocks the device holds at once where each takes a multiprocessor for itself. CUDA is asked once a
+// device and size of cluster.
+template <auto kKernel>
+cudaError_t resident_clusters(int cluster, const DeviceFacts& device, int* out) {
+  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kMaxDevices> known{};
+  std::atomic<int>& entry = known[device.index][cluster];
+  if ((*out = entry.load(std::memory_order_acquire)) > 0) return cudaSuccess;
+  const auto kernel = reinterpret_cast<const void*>(kKernel);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(kClusterThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(device.shared_bytes_block);
+  cudaLaunchAttribute attribute = cluster_launch(cluster);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(device.shared_bytes_block));
+  if (err == cudaSuccess) err = cudaOccupancyMaxActiveClusters(out, kernel, &config);
+  if (err != cudaSuccess) return err;
+  *out = std::max(*out, 1);  // the launch will say why none fits
+  entry.store(*out, std::memory_order_release);
+  return err;
+}
+
+template <typename Elem, typename Param>
+cudaError_t launch_cluster(const NormRows& rows, const DeviceFacts& device, cudaStream_t stream) {
+  ClusterLaunch p{rows};
+  int clusters = 0;
+  cudaError_t err = resident_clusters<norm_cluster<Elem, Param>>(p.cluster, device, &clusters);
+  if (err != cudaSuccess) return err;
+  clusters = static_cast<int>(std::min<int64_t>(clusters, p.rows));
+  const auto shared_bytes = [&](int groups) {
+    const int64_t held = p.holds ? held_bytes<Elem, Param>() : 0;
+    return cluster_room(groups, p.threads / kWarp, p.cluster, held, sizeof(AccOf<Elem>)).bytes;
+  };
+  p.holds = true;
+  p.holds = shared_bytes(1) <= device.shared_bytes_block;
+  p.groups = 1;
+  while ((p.groups + 1) * p.threads <= kClusterThreads && shared_bytes(p.groups + 1) <= device.shared_bytes_block &&
+         static_cast<int64_t>(p.groups) * clusters < p.rows)
+    ++p.groups;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * p.cluster));
+  config.blockDim = dim3(static_cast<unsigned>(p.groups * p.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes(p.groups));
+  config.stream = stream;
+  cudaLaunchAttribute attributes[] = {cluster_launch(p.cluster), dependent_launch()};
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, norm_cluster<Elem, Param>, p);
 }
 
 template <typename Elem, typename Param>
@@ -123,14 +169,13 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
   cudaError_t err = cudaErrorInvalidValue;
   if (plan.pieces == 0) {
     err = launch_split<Elem, Param>(p, workspace, s);
+  } else if (plan.cluster > 1) {
+    if (plan.pieces == kClusterPieces && rows_are_whole<Elem>(p)) err = launch_cluster<Elem, Param>(p, device, s);
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
     const bool shifted = !rows_are_whole<Elem>(p);
-    void (*kernel)(NormRows) = nullptr;
-    if (plan.cluster > 1)
-      kernel = shifted ? nullptr : find_forward<Elem, Param, Rows16::kCluster>(plan.pieces, past_l2);
-    else if (shifted) kernel = find_forward<Elem, Param, Rows16::kShifted>(plan.pieces, past_l2);
-    else kernel = find_forward<Elem, Param, Rows16::kWhole>(plan.pieces, past_l2);
+    void (*kernel)(NormRows) = shifted ? find_forward<Elem, Param, Rows16::kShifted>(plan.pieces, past_l2)
+                                       : find_forward<Elem, Param, Rows16::kWhole>(plan.pieces, past_l2);
     const int64_t shared_bytes = shifted ? shifted_elements<Elem>(p.cols) * static_cast<int64_t>(sizeof(Elem)) : 0;
     if (kernel) err = launch_rows<Elem>(kernel, p, shared_bytes, device.major >= 9, s);
   }

@@ -18,7 +18,7 @@ struct NormRows {
   double eps;
   double per_col;          // 1 / cols
   float eps_f, per_col_f;  // the same for sums in float: a kernel would wait for the conversion
-  int threads;             // of a row's group within a block: a power of two up to 32, or the block
+  int threads;             // of a row's group within a block: a power of two up to 32, or whole warps
   int threads_log2;        // of `threads`, where it is a power of two
   int cluster;             // blocks that share a row
 

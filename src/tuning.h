@@ -20,24 +20,31 @@ constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several r
 // By the number of 16-byte pieces in a row: the first of `pieces` that leaves at most an eighth of the loads
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
+// Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
+// max_threads of theirs; only rows of whole pieces do, on GPUs that have clusters.
+//
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
   int64_t max_row;
   int max_threads;
   int pieces[2];
+  int cluster;
 };
 constexpr Tuning kTuning[] = {
     // 32768x768: 32x3 1.03, 32x4 1.09, 64x2 1.26. 32768x256: 16x2 1.10, 8x4 1.12, 32x1 1.29.
     // 32768x1152: 64x3 1.15, 96x2 1.24. float32 32768x768: 64x3 1.00, 96x2 1.04.
     // 4096x1024: 64x2 1.15, 32x4 1.15, 128x1 1.33. 4096x2048: 128x2 1.13, 64x4 1.17, 256x1 1.40.
-    {256, 512, {2, 3}},
+    {256, 512, {2, 3}, 1},
     // 8192x8192: 256x4 1.06, 128x8 1.07, 512x2 1.34. 16384x5120: 160x4 1.03, 320x2 1.22, 96x8 1.06.
     // 4096x4096: 128x4 1.13, 256x2 1.16 (and at 16 rows 256x2 is 7 % ahead). 2048x16384: 512x4 1.14, 256x8 1.16.
-    {2048, 512, {4, 3}},
-    // 512x65536: 1024x8 1.36, two blocks of 512x8 2.00.
-    {8192, 1024, {8, 0}},
-    // Past a block's registers: clusters of 2 to 8, the portable limit.
-    {8 * 4096, 512, {8, 0}},
+    {2048, 512, {4, 3}, 1},
+    // 2048x32768: 512x8 1.11, eight blocks of 64x8 1.11.
+    {4096, 512, {8, 0}, 1},
+    // 512x65536: eight blocks of 128x8 1.15, 1024x8 1.42. 512x131072: eight of 256x8 1.12, four of 512x8 1.15.
+    // float32 1024x20480: eight of 96x8 1.11, 640x8 1.28.
+    {8 * 4096, 128, {8, 0}, 8},
+    // Without clusters.
+    {8192, 1024, {8, 0}, 1},
 };
 
 constexpr int kShiftedMaxThreads = 512;
@@ -58,7 +65,7 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
-    if (row_pieces > row.max_row) continue;
+    if (row_pieces > row.max_row || (row.cluster > 1 && (shifted || !has_clusters))) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
       return 1.0 - static_cast<double>(row_pieces) /
@@ -71,12 +78,15 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
       if ((gain > 0 && idle(out.pieces) > 0.125) || (gain == 0 && other > out.pieces)) out.pieces = other;
     }
     const int64_t wanted = (row_pieces + out.pieces - 1) / out.pieces;
-    while (wanted > static_cast<int64_t>(out.cluster) * max_threads) out.cluster *= 2;
-    if (out.cluster > 1) out.threads = static_cast<int32_t>(round_up((wanted + out.cluster - 1) / out.cluster, 32));
-    else out.threads = static_cast<int32_t>(group_of(std::max({wanted, tail, int64_t{1}})));
-    // Shifted rows have no clusters, and only half as many threads a block.
-    if (shifted && (out.cluster > 1 || out.threads > kShiftedMaxThreads)) break;
-    if (out.cluster > 1 && !has_clusters) break;
+    if (row.cluster > 1) {
+      while (out.cluster < row.cluster && wanted > int64_t{out.cluster} * max_threads) out.cluster *= 2;
+      out.threads = static_cast<int32_t>(round_up((wanted + out.cluster - 1) / out.cluster, 32));
+    } else {
+      if (wanted > max_threads) break;
+      out.threads = static_cast<int32_t>(group_of(std::max({wanted, tail, int64_t{1}})));
+    }
+    // Shifted rows have only half as many threads a block.
+    if (shifted && out.threads > kShiftedMaxThreads) break;
     return out;
   }
   return Plan{};

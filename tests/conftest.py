@@ -18,6 +18,7 @@ if str(TESTS) not in sys.path:
 
 MARKS = {
     "sanitizer": "small enough to run under compute-sanitizer",
+    "no_racecheck": "not under compute-sanitizer's racecheck, which does not follow bytes that an mbarrier counts",
     "large": "needs about 20 GB of free GPU memory",
     "slow": "takes several seconds, because a compiler runs",
     "kernels": "kernels(accumulate=..., element=...) keeps `kernel` to those with these facts (a tuple: any of)",

@@ -17,7 +17,7 @@ import fastln
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
 # In float16: part of a warp, shifted and whole, warps, a block, the same with more than 48 KB of shared memory,
-# a block of 1024 threads, a cluster, a row in chunks.
+# clusters of several rows a block and of fewer, a row in chunks.
 WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 70001)
 
 
@@ -159,7 +159,7 @@ def test_side_stream_of_a_gpu_that_is_not_the_current_one(call, second_cuda):
 
 # ---------------------------------------------------------------------------- which kernels there are
 
-TEMPLATE = re.compile(r"fastln::((?:norm_forward|split_\w+)<.*?>)\(")
+TEMPLATE = re.compile(r"fastln::((?:norm_forward|norm_cluster|split_\w+)<.*?>)\(")
 
 
 def compiled_variants():
@@ -167,7 +167,7 @@ def compiled_variants():
     if shutil.which("c++filt") is None:
         missing("c++filt")
     library = Path(fastln.__file__).with_name("libfastln.so").read_bytes()
-    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|split_[a-z]+)I\w+", library))
+    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_cluster|split_[a-z]+)I\w+", library))
     plain = subprocess.run(["c++filt"], input=b"\n".join(mangled), capture_output=True, check=True).stdout.decode()
     return {match[1] for line in plain.splitlines() if (match := TEMPLATE.match(line.removeprefix("void ")))}
 

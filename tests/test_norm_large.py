@@ -33,8 +33,9 @@ def mostly_zeros(rows, sample):
         pytest.param(4194320, 1025, id="past_2_to_32_shifted"),
         pytest.param(33_600_000, 64, id="part_of_a_warp"),
         pytest.param(65_100_000, 33, id="part_of_a_warp_shifted"),
-        pytest.param(33_000, 65536, id="large_block"),
-        pytest.param(17_000, 131072, id="cluster"),
+        pytest.param(67_000, 32768, id="large_block"),
+        pytest.param(33_000, 65536, id="cluster"),
+        pytest.param(17_000, 131072, id="cluster_of_large_blocks"),
         pytest.param(31_000, 70001, id="chunks"),
     ],
 )
