@@ -22,27 +22,37 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 
 // Waits until at most `newer` (< kMaxStages) of the thread's groups are under way.
 __device__ __forceinline__ void wait_for_copies(int newer) {
-  switch (newer) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-  }
+  // The ring mostly has four stages.
+  if (newer >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+  else if (newer == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else if (newer == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes of shared memory as a vector.
+// A vector of up to 16 bytes from shared memory.
 template <typename V>
 __device__ __forceinline__ V load_shared_vec(uint32_t address) {
-  static_assert(V::kBytes == 16);
   V v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.bits[0]), "=r"(v.bits[1]), "=r"(v.bits[2]), "=r"(v.bits[3])
-               : "r"(address)
-               : "memory");
+  if constexpr (V::kBytes == 16) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.bits[0]), "=r"(v.bits[1]), "=r"(v.bits[2]), "=r"(v.bits[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (V::kBytes == 8) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.bits[0]), "=r"(v.bits[1]) : "r"(address) : "memory");
+  } else if constexpr (V::kBytes == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v.bits[0]) : "r"(address) : "memory");
+  } else {
+    static_assert(V::kBytes == 2);
+    asm volatile("{\n\t.reg .u16 h;\n\tld.shared.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}"
+                 : "=r"(v.bits[0])
+                 : "r"(address)
+                 : "memory");
+  }
   return v;
 }
 

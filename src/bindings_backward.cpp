@@ -70,6 +70,15 @@ ScalarType kernel_type(const Call& c) {
   return param_type(c.input, reads_own && writes_own);
 }
 
+// A copy of the rows in place of them, unless each begins at a multiple of 16 bytes.
+void align_rows(Tensor& t, const void*& data, int64_t& stride, int64_t rows, int64_t cols) {
+  if (rows_are_aligned(data, rows, stride * static_cast<int64_t>(t.element_size()))) return;
+  const Tensor whole = as_contiguous(t);
+  t = whole.const_data_ptr() == data ? torch::stable::clone(whole) : whole;
+  data = t.const_data_ptr();
+  stride = cols;
+}
+
 void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const OptionalTensor& dweight,
               const OptionalTensor& dbias) {
   const int32_t device = c.input.get_device_index();
@@ -98,21 +107,22 @@ void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const Op
 
   const DeviceFacts& facts = device_facts(device);
   const int element_bytes = static_cast<int>(c.input.element_size());
-  Tensor whole_dy = dy, whole_x = x;
-  if (backward_needs_aligned_rows(grads, element_bytes, facts) && !grads_are_whole(grads, element_bytes)) {
-    whole_dy = torch::stable::clone(as_contiguous(dy));
-    whole_x = torch::stable::clone(as_contiguous(x));
-    grads.dy = whole_dy.const_data_ptr();
-    grads.x = whole_x.const_data_ptr();
-    grads.dy_stride = grads.x_stride = grads.cols;
+  const BackwardPlan plan = plan_backward(grads.rows, grads.cols, element_bytes, grads.dweight || grads.dbias, facts,
+                                          backward_max_cluster(facts));
+  // Ragged rows are read where they lie; those of whole pieces of 16 bytes must begin at such. The copies outlive the
+  // launch call.
+  Tensor aligned_x = x, aligned_dy = dy;
+  if (!rows_are_ragged(grads.cols, element_bytes)) {
+    align_rows(aligned_x, grads.x, grads.x_stride, grads.rows, grads.cols);
+    align_rows(aligned_dy, grads.dy, grads.dy_stride, grads.rows, grads.cols);
   }
 
   // From torch's allocator: what it hands out belongs to the current stream, or to the graph being captured.
-  const int64_t bytes = backward_workspace_bytes(grads, element_bytes, facts);
+  const int64_t bytes = backward_workspace_bytes(grads, plan, element_bytes, facts);
   OptionalTensor workspace;
   if (bytes > 0) workspace = empty_contiguous({&bytes, 1}, ScalarType::Byte, c.input);
   const char* error = launcher(c.input.scalar_type(), type)(
-      grads, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
+      grads, plan, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
   if (error) fail(kOp, "CUDA: ", error);
 }
 

@@ -1,7 +1,10 @@
-// Attributes of launches: programmatic dependent launch, see wait_for_previous_kernel() in vec.cuh, and clusters.
+// Launches with the attributes that ours need: clusters, and programmatic dependent launch, see
+// wait_for_previous_kernel() in vec.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
+
+#include <cstdint>
 
 namespace fastln {
 
@@ -20,5 +23,27 @@ inline cudaLaunchAttribute cluster_launch(int blocks) {
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   return attribute;
 }
+
+// A cudaLaunchConfig_t and the attributes that it points to. `dependent`: see dependent_launch(), from compute
+// capability 9.0 on. `cluster`: blocks of a cluster, of which the grid is a multiple; 1 for none.
+class LaunchConfig {
+ public:
+  LaunchConfig(dim3 grid, dim3 block, int64_t shared_bytes, int cluster, bool dependent, cudaStream_t stream) {
+    config_.gridDim = grid;
+    config_.blockDim = block;
+    config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config_.stream = stream;
+    config_.attrs = attributes_;
+    if (dependent) attributes_[config_.numAttrs++] = dependent_launch();
+    if (cluster > 1) attributes_[config_.numAttrs++] = cluster_launch(cluster);
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+
+  const cudaLaunchConfig_t* get() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_{};
+  cudaLaunchAttribute attributes_[2]{};
+};
 
 }  // namespace fastln

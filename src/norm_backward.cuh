@@ -33,17 +33,12 @@ struct BackwardLaunch : NormGrads {
   int64_t pitch;       // columns of a partial sum, a multiple of 8
   int64_t slice;       // columns of a row that a block (a cluster) takes: all, or those of one of several slices
   int64_t blocks;      // that walk over the rows of a slice, side by side
+  int64_t safe_rows;   // rows before this can be read in whole granules
   int64_t row_blocks;  // that do so in all slices; those past them sum columns
   double per_col;      // 1 / cols
   int threads;         // of a row's group within a block: a power of two up to 32, or a multiple of 32
   int cluster;         // blocks that share a row
   int stages;          // of the ring, 1 to kMaxStages
-};
-
-enum class GradRows {
-  kWhole,    // rows of x and dy begin and end at multiples of 16 bytes
-  kShifted,  // anywhere: pieces are shifted out of granules (shift.cuh), two for each piece
-  kCluster,  // as kWhole, and a cluster of blocks shares a row
 };
 
 // ------------------------------------------------------------------------------------------ two sums
@@ -79,14 +74,15 @@ struct alignas(128) PairRoom {
 };
 
 // Both sums over a row's group within the block, to all its threads, which must all call it. `turn` alternates from row
-// to row.
-template <typename Acc>
+// to row. kWholeWarps: the group is of at least one.
+template <bool kWholeWarps, typename Acc>
 __device__ __forceinline__ void add_group(Acc& a, Acc& b, int threads, int group, int turn, PairRoom<Acc>& room) {
-  if (threads <= kWarp) {
+  if (!kWholeWarps && threads <= kWarp) {
     add_lanes(a, b, threads);
     return;
   }
   add_lanes(a, b, kWarp);
+  if (threads == kWarp) return;
   const int warp = threadIdx.x / kWarp, warps = threads / kWarp;
   if (threadIdx.x % kWarp == 0) {
     room.warp[turn][warp][0] = a;
@@ -244,18 +240,51 @@ __global__ void __launch_bounds__(kBackwardThreads) sum_all_columns(const Backwa
 
 // --------------------------------------------------------------------------------------------- rows
 
-// Bytes of a stage of the ring: for each thread `accesses` of 16 bytes to x and as many to dy, then mean and rstd for
-// each `sharers` threads.
-__host__ __device__ constexpr int64_t ring_stage_bytes(int block, int sharers, int accesses, int acc_bytes) {
-  return int64_t{2} * accesses * block * kMaxAccessBytes + (block / sharers * 2 * acc_bytes + 15) / 16 * 16;
+// How a thread's columns lie in a row. Both keep a warp's accesses side by side.
+//
+// Rows of whole pieces of 16 bytes: run j is piece j, and the group's threads take neighbouring pieces.
+//
+// Ragged rows, whose length is no multiple of 16 bytes, begin anywhere: 16 bytes that lie aligned in memory, a granule,
+// belong to other columns in each row. Each warp of the group has kPieces * 32 pieces of its own; the granules they
+// lie across, one more than pieces, are what it copies to shared memory. There its lanes take neighbouring words of 4
+// bytes (8 for double), so that a run is one or two elements: shared memory can be read at any word, and pairs of
+// 16-bit elements that begin within one take a funnel shift. One run more is for the columns behind the last piece,
+// fewer than a granule.
+template <typename Elem, int kPieces, bool kRagged>
+struct Runs {
+  static constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+  static constexpr int kRun = !kRagged ? kAccess : sizeof(Elem) == 2 ? 2 : 1;  // elements of a run
+  static constexpr int kCount = kPieces * kAccess / kRun + kRagged;            // runs
+  static constexpr int kWordBytes = kRun * static_cast<int>(sizeof(Elem));
+};
+
+// Bytes of the part that `lanes` threads have of a stage of the ring, of ragged rows: a granule for each of their
+// pieces, and up to two that follow. For a warp that is a multiple of 128 bytes. (16 bytes off, 2048x16384 float16 took
+// 77 us on an H200, not 70.)
+__host__ __device__ constexpr int ragged_part_bytes(int lanes, int pieces) {
+  return (lanes * pieces + (lanes < kWarp ? 2 : 8)) * kMaxAccessBytes;
 }
 
-// kN values, a multiple of 16 bytes, to an aligned address.
+// Bytes of x, and as many of dy, in a stage of the ring. `sharers` threads share a warp, or a part of one, of a row.
+__host__ __device__ constexpr int ring_tensor_bytes(int block, int sharers, int pieces, bool ragged) {
+  return ragged ? block / sharers * ragged_part_bytes(sharers, pieces) : block * pieces * kMaxAccessBytes;
+}
+
+// Bytes of a stage, a multiple of 128: x and dy, then mean and rstd for each `sharers` threads.
+__host__ __device__ constexpr int ring_stage_bytes(int block, int sharers, int pieces, bool ragged, int acc_bytes) {
+  return (2 * ring_tensor_bytes(block, sharers, pieces, ragged) + block / sharers * 2 * acc_bytes + 127) / 128 * 128;
+}
+
+// Columns that a group's sums have room for where the groups of a block are added up.
+__host__ __device__ constexpr int summed_width(int threads, int pieces, int access, bool ragged) {
+  return (threads * pieces + ragged) * access;
+}
+
+// kN values to an address that is a multiple of their size, or of 16 bytes where they are more.
 template <typename Acc, int kN>
 __device__ __forceinline__ void store_run(Acc* p, const Acc (&values)[kN]) {
   Vec<Acc, kN> v;
-#pragma unroll
-  for (int i = 0; i < kN; ++i) set_item(v, i, values[i]);
+  pack(v, values);
   store_vec(p, v);
 }
 
@@ -264,7 +293,7 @@ __device__ __forceinline__ void store_run(Acc* p, const Acc (&values)[kN]) {
 // each other's run, so that a store writes whole sectors of 32 bytes.
 template <typename Acc, int kN>
 __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int col, int cols) {
-  if constexpr (sizeof(Acc) * kN == 16) {
+  if constexpr (sizeof(Acc) * kN <= 16) {
     if (col < cols) store_run(out + col, sums);
   } else {
     static_assert(sizeof(Acc) * kN == 32);
@@ -286,40 +315,53 @@ __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int 
 
 // Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
 // is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
-// compiler would spill; from compute capability 10.0 on it would do so here too, and for 3 pieces even with 512 threads.
+// compiler would spill; from compute capability 10.0 on it would do so here too, and for 3 pieces with 512 threads.
+//
+// Without sums of columns and with a piece a thread, 64 registers are enough for two blocks, but on other architectures
+// some variants would spill.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
+constexpr int kJoinedThreads = 640, kLeanThreads = 1024;
+#else
+constexpr int kJoinedThreads = kBackwardThreads, kLeanThreads = 768;
+#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-template <int kPieces, GradRows kRows>
-constexpr int kRegisterThreads = backward_threads(kRows == GradRows::kWhole ? kPieces : 1, 10);
 constexpr int kLeastBlocks = 1;  // or the compiler aims at two, and spills
+constexpr int kMajor = 10;
 #else
 constexpr int kLeastBlocks = 0;
-template <int kPieces, GradRows kRows>
-constexpr int kRegisterThreads = kRows == GradRows::kWhole && kPieces <= 2 ? 640 : kBackwardThreads;
+constexpr int kMajor = 9;
 #endif
+template <int kPieces, bool kRagged, bool kCluster, bool kSums>
+constexpr int kRegisterThreads =
+    !kSums                                      ? (kPieces == 1 ? kLeanThreads : 768)
+    : kPieces <= (kRagged ? 1 : 2) && !kCluster ? kJoinedThreads
+                                                : backward_threads(kPieces, kRagged, kMajor);
 
-template <typename Elem, typename Param, int kPieces, GradRows kRows>
-__global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBlocks)
+// kRagged: rows' length is no multiple of 16 bytes, and they may begin anywhere; else they begin and end at such.
+// kCluster: a cluster of blocks shares a row. kSums: p.partial is not null.
+template <typename Elem, typename Param, int kPieces, bool kRagged, bool kCluster, bool kSums>
+__global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, kSums>), kLeastBlocks)
     norm_backward(const BackwardLaunch p) {
-  constexpr bool kShifted = kRows == GradRows::kShifted, kCluster = kRows == GradRows::kCluster;
   using Acc = AccOf<Elem>;
-  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
-  // Whether a row's pieces stay in registers between its sums and dx; else they are read again, from the ring.
-  constexpr bool kHold = kPieces * kAccess <= 16 && !kCluster && !(kShifted && sizeof(Elem) == 8);
-  using V = Vec<Elem, kAccess>;
-  using P = Vec<Param, kAccess>;
+  using R = Runs<Elem, kPieces, kRagged>;
+  constexpr int kAccess = R::kAccess, kRun = R::kRun, kRuns = R::kCount;
+  // Whether a row stays in registers between its sums and dx; else it is read again, from the ring.
+  constexpr bool kHold = kPieces * kAccess <= 16 && !kCluster;
+  using V = Vec<Elem, kRun>;
+  using P = Vec<Param, kRun>;
   extern __shared__ uint4 dynamic_shared[];
   __shared__ PairRoom<Acc> room;
 
   if (blockIdx.x >= p.row_blocks) {
     wait_for_previous_kernel();
-    sum_columns<Elem, Param, !kShifted>(p, blockIdx.x - p.row_blocks, reinterpret_cast<Acc*>(dynamic_shared));
+    sum_columns<Elem, Param, !kRagged>(p, blockIdx.x - p.row_blocks, reinterpret_cast<Acc*>(dynamic_shared));
     return;
   }
 
-  const int threads = p.threads;
-  const int groups = blockDim.x / threads;
-  const int group = threadIdx.x / threads;
-  int t = threadIdx.x % threads, stride = threads;           // this thread's place in its group, and the group's size
+  const int threads = kCluster ? blockDim.x : p.threads;
+  const int groups = kCluster ? 1 : blockDim.x / threads;
+  const int group = kCluster ? 0 : threadIdx.x / threads;
+  int t = threadIdx.x - group * threads, stride = threads;   // this thread's place in its group, and the group's size
   int64_t block = blockIdx.x, blocks = p.blocks, begin = 0;  // begin: column of the row at which the slice does
   if (p.slice < p.cols) {
     begin = block / blocks * p.slice;
@@ -331,186 +373,275 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBloc
     block /= p.cluster;
     blocks /= p.cluster;
   }
-  const int cols = static_cast<int>(min(p.slice, p.cols - begin));
-  const int first = t * kAccess, step = stride * kAccess;  // piece j is at column first + j * step of the slice
   const int64_t rows_at_once = blocks * groups;
-  const auto inside = [&](int j) { return first + j * step < cols; };
+  const int cols = static_cast<int>(min(p.slice, p.cols - begin));
+  // Threads that share a warp, or a part of one, of a row: lane 0 to sharers - 1. (Of ragged rows of several pieces
+  // always a whole one, known when compiling.)
+  const int sharers = kCluster || (kRagged && kPieces > 1) ? kWarp : min(threads, kWarp), lane = threadIdx.x % sharers;
+  // Run j begins at column first + j * step of the slice, if that is before `end`. Ragged, the columns of the sharers
+  // begin at part_first, and the last sharers of a group have those behind the pieces too.
+  const int part_first = kRagged ? t / sharers * (sharers * kPieces * kAccess) : 0;
+  const int part_end = part_first + sharers * kPieces * kAccess;
+  const int end = kRagged && t / sharers + 1 < stride / sharers ? min(part_end, cols) : cols;
+  const int first = kRagged ? part_first + lane * kRun : t * kAccess, step = (kRagged ? sharers : stride) * kRun;
+  const auto inside = [&](int j) { return first + j * step < end; };
+  // The same for a whole warp: whether run j may be left out. (Only the last has few columns in most rows.)
+  const auto skipped = [&](int j) { return kRagged && j + 1 == kRuns && end <= part_end; };
 
   wait_for_previous_kernel();
   // Unpacked once, if registers allow.
-  P weight[kHold ? 1 : kPieces];
-  Acc unpacked_weight[kHold ? kPieces : 1][kAccess];
+  constexpr bool kUnpacked = kHold && !kRagged;
+  P weight[kUnpacked ? 1 : kRuns];
+  Acc unpacked_weight[kUnpacked ? kRuns : 1][kRun];
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    P& piece = weight[kHold ? 0 : j];
-    piece = splat<Param, kAccess>(1);
+  for (int j = 0; j < kRuns; ++j) {
+    P& piece = weight[kUnpacked ? 0 : j];
+    piece = splat<Param, kRun>(1);
     const Param* from = static_cast<const Param*>(p.weight) + begin + first + j * step;
     if (p.weight && inside(j)) {
-      if (!kShifted || first + j * step + kAccess <= cols) {
-        load_vec(piece, from);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kAccess; ++i)
-          if (first + j * step + i < cols) set_item(piece, i, from[i]);
-      }
+      if (kRagged && kRun > 1 && first + j * step + kRun > cols) set_item(piece, 0, *from);
+      else load_vec(piece, from);
     }
-    if constexpr (kHold) unpack(unpacked_weight[j], piece);
+    if constexpr (kUnpacked) unpack(unpacked_weight[j], piece);
   }
-  const auto scale_of = [&](int j, Acc(&scale)[kAccess]) {
+  const auto scale_of = [&](int j, Acc(&scale)[kRun]) {
 #pragma unroll
-    for (int i = 0; i < kAccess; ++i) scale[i] = unpacked_weight[kHold ? j : 0][i];
-    if constexpr (!kHold) unpack(scale, weight[j]);
+    for (int i = 0; i < kRun; ++i) scale[i] = unpacked_weight[kUnpacked ? j : 0][i];
+    if constexpr (!kUnpacked) unpack(scale, weight[j]);
   };
   // The sums of the columns wait for nothing in the partial sums but for this kernel's end: their blocks may come.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (p.partial) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
-  Acc dweight[kPieces][kAccess], dbias[kPieces][kAccess];
+  Acc dweight[kRuns][kRun], dbias[kRuns][kRun];
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
+  for (int j = 0; j < kRuns; ++j) {
 #pragma unroll
-    for (int i = 0; i < kAccess; ++i) dweight[j][i] = dbias[j][i] = 0;
+    for (int i = 0; i < kRun; ++i) dweight[j][i] = dbias[j][i] = 0;
   }
 
-  // The ring: for each stage the accesses of every thread to x and to dy; then the statistics, mean and rstd, of
-  // each warp's row (of each group's, where a warp has several).
-  constexpr int kAccesses = (kShifted ? 2 : 1) * kPieces;
-  const int sharers = min(threads, kWarp);
-  const bool leads = threadIdx.x % sharers == 0;
-  const uint32_t access_bytes = blockDim.x * kMaxAccessBytes;  // from one access of a thread to its next
-  const auto stage_bytes = static_cast<uint32_t>(ring_stage_bytes(blockDim.x, sharers, kAccesses, sizeof(Acc)));
+  // The ring, see ring_stage_bytes(). The statistics are those of each warp's row (of each group's, where a warp has
+  // several).
+  const uint32_t tensor_bytes = ring_tensor_bytes(blockDim.x, sharers, kPieces, kRagged);
+  const uint32_t stage_bytes = ring_stage_bytes(blockDim.x, sharers, kPieces, kRagged, sizeof(Acc));
+  const uint32_t access_bytes = blockDim.x * kMaxAccessBytes;  // from one piece of a thread to its next
   const uint32_t ring = shared_address(dynamic_shared);
-  const uint32_t own = ring + threadIdx.x * kMaxAccessBytes;
-  const uint32_t stats = ring + 2 * kAccesses * access_bytes + threadIdx.x / sharers * 2 * sizeof(Acc);
+  uint32_t own = kRagged ? ring + threadIdx.x / sharers * ragged_part_bytes(sharers, kPieces)  // the sharers' granules
+                         : ring + threadIdx.x * kMaxAccessBytes;                               // the thread's pieces
+  if constexpr (kRagged) asm("" : "+r"(own));  // or it is worked out anew at each use
+  const uint32_t stats = ring + 2 * tensor_bytes + threadIdx.x / sharers * 2 * sizeof(Acc);
+  // Elements that lie before a row in its first granule. (`begin` and part_first are multiples of granules.)
+  const auto offset_of = [&](const void* tensor, int64_t row, int64_t row_stride) {
+    const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tensor)) / static_cast<uint32_t>(sizeof(Elem));
+    return static_cast<int>((low + static_cast<uint32_t>(row) * static_cast<uint32_t>(row_stride)) % kAccess);
+  };
+  // Ragged: the thread's first granule of x, and of dy, of row 0, before it is aligned.
+  const Elem* x_column = static_cast<const Elem*>(p.x) + begin + part_first + lane * kAccess;
+  const Elem* dy_column = static_cast<const Elem*>(p.dy) + begin + part_first + lane * kAccess;
   const auto fill = [&](int64_t row, int stage) {
+    if constexpr (kRagged) __syncwarp();  // all lanes have read what was there
     if (row < p.rows) {
       const uint32_t at = own + stage * stage_bytes;
-      const auto copy = [&](uint32_t to, const void* tensor, int64_t row_stride) {
-        const Elem* from = static_cast<const Elem*>(tensor) + row * row_stride + begin + first;
-        if constexpr (kShifted) {
-          // Both granules that a piece lies across, as far as the tensor goes.
-          const Elem* end = static_cast<const Elem*>(tensor) + (p.rows - 1) * row_stride + p.cols;
-          from -= granule_offset(from);
-          const bool all = from + (kPieces - 1) * step + 2 * kAccess <= end;  // so it is but for the last row or two
+      if constexpr (kRagged) {
+        const Elem* x = x_column + row * p.x_stride;
+        const Elem* dy = dy_column + row * p.dy_stride;
+        const int x_offset = granule_offset(x), dy_offset = granule_offset(dy);
+        x -= x_offset;
+        dy -= dy_offset;
+        // Granule g of the warp lies across its columns if it begins before their end.
+        const int x_count = end - part_first + x_offset, dy_count = end - part_first + dy_offset;
+        const uint32_t to = at + lane * kMaxAccessBytes;
+        if (row < p.safe_rows) {
 #pragma unroll
-          for (int i = 0; i < kAccesses; ++i) {
-            if (!inside(i / 2)) continue;
-            const Elem* granule = from + i / 2 * step + i % 2 * kAccess;
-            if (all || granule + kAccess <= end) {
-              copy_async<16>(to + i * access_bytes, granule);
-            } else {
-              V last{};
-              load_granule(last, granule, end);
-              store_shared_vec(to + i * access_bytes, last);
-            }
+          for (int j = 0; j < kPieces; ++j) {
+            const int more = j * sharers;
+            if ((lane + more) * kAccess < x_count) copy_async<16>(to + more * kMaxAccessBytes, x + more * kAccess);
           }
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j) {
+            const int more = j * sharers;
+            if ((lane + more) * kAccess < dy_count)
+              copy_async<16>(to + tensor_bytes + more * kMaxAccessBytes, dy + more * kAccess);
+          }
+          // Up to two granules more of both tensors.
+          const bool of_dy = lane & 2;
+          const int more = kPieces * sharers - (of_dy ? 2 : 0);
+          if (lane < 4 && (lane + more) * kAccess < (of_dy ? dy_count : x_count))
+            copy_async<16>(to + (of_dy ? tensor_bytes : 0) + more * kMaxAccessBytes, (of_dy ? dy : x) + more * kAccess);
         } else {
+          const Elem* x_end = static_cast<const Elem*>(p.x) + (p.rows - 1) * p.x_stride + p.cols;
+          const Elem* dy_end = static_cast<const Elem*>(p.dy) + (p.rows - 1) * p.dy_stride + p.cols;
+#pragma unroll 1
+          for (int more = 0; lane + more < kPieces * sharers + 2; more += sharers) {
+            if ((lane + more) * kAccess < x_count) copy_granule(to + more * kMaxAccessBytes, x + more * kAccess, x_end);
+            if ((lane + more) * kAccess < dy_count)
+              copy_granule(to + tensor_bytes + more * kMaxAccessBytes, dy + more * kAccess, dy_end);
+          }
+        }
+      } else {
+        const auto copy = [&](uint32_t to, const void* tensor, int64_t row_stride) {
+          const Elem* from = static_cast<const Elem*>(tensor) + row * row_stride + begin + first;
 #pragma unroll
           for (int j = 0; j < kPieces; ++j)
             if (inside(j)) copy_async<16>(to + j * access_bytes, from + j * step);
-        }
-      };
-      copy(at, p.x, p.x_stride);
-      copy(at + kAccesses * access_bytes, p.dy, p.dy_stride);
-      if (leads) {
-        copy_async<sizeof(Acc)>(stats + stage * stage_bytes, static_cast<const Acc*>(p.mean) + row);
-        copy_async<sizeof(Acc)>(stats + stage * stage_bytes + sizeof(Acc), static_cast<const Acc*>(p.rstd) + row);
+        };
+        copy(at, p.x, p.x_stride);
+        copy(at + tensor_bytes, p.dy, p.dy_stride);
+      }
+      if (lane == 0) {
+        const uint32_t to = stats + stage * stage_bytes;
+        copy_async<sizeof(Acc)>(to, static_cast<const Acc*>(p.mean) + row);
+        copy_async<sizeof(Acc)>(to + sizeof(Acc), static_cast<const Acc*>(p.rstd) + row);
       }
     }
     commit_copies();
+  };
+  // Ragged: in shared memory zeros follow a row, so that no lane has to ask whether it is past the end. Copies write
+  // none but granules that the row reaches into; clear() is for the rest of the last of them, and of the one that a
+  // row with another offset may have reached into.
+  const bool partial = kRagged && end < part_end;
+  if (partial) {
+    for (int stage = 0; stage < p.stages; ++stage) {
+      for (int at = lane * kMaxAccessBytes; at < ragged_part_bytes(sharers, kPieces); at += sharers * kMaxAccessBytes) {
+        store_shared_vec(own + stage * stage_bytes + at, Vec<Elem, kAccess>{});
+        store_shared_vec(own + stage * stage_bytes + tensor_bytes + at, Vec<Elem, kAccess>{});
+      }
+    }
+  }
+  const auto clear = [&](uint32_t x, int x_offset, uint32_t dy, int dy_offset) {
+    const int past = max(end - part_first, 0);
+    for (int item = lane; item < 4 * kAccess; item += sharers) {
+      const bool of_dy = item >= 2 * kAccess;
+      const int element = past + (of_dy ? dy_offset - 2 * kAccess : x_offset) + item;
+      if (element < (sharers * kPieces + 2) * kAccess)
+        store_shared((of_dy ? dy : x) + element * static_cast<int>(sizeof(Elem)), Elem{});
+    }
   };
 
   // What a thread knows of the row in a stage of the ring.
   struct Row {
     int64_t index;
-    uint32_t at;  // the thread's first access in the stage
+    uint32_t x, dy;  // where the thread's columns are in the ring; dy: ragged rows alone
     bool live;
     Acc mean, rstd;
-    int x_offset, dy_offset;  // kShifted: of the pieces in their granules
+  };
+  // A lane's word of a run that begins at an element of shared memory: the words that it lies across are from here on.
+  const auto word_at = [&](uint32_t at, int offset) {
+    return at + offset * static_cast<int>(sizeof(Elem)) / R::kWordBytes * R::kWordBytes + lane * R::kWordBytes;
   };
   const auto row_in = [&](int64_t index, int stage) {
-    Row row{index, own + stage * stage_bytes, index < p.rows};
+    Row row{index, own + stage * stage_bytes, 0, kCluster || index < p.rows};  // a cluster comes for live rows alone
     row.mean = row.live ? load_shared<Acc>(stats + stage * stage_bytes) : Acc(0);
     row.rstd = row.live ? load_shared<Acc>(stats + stage * stage_bytes + sizeof(Acc)) : Acc(0);
-    if constexpr (kShifted) {
-      row.x_offset = granule_offset(static_cast<const Elem*>(p.x) + index * p.x_stride + begin);
-      row.dy_offset = granule_offset(static_cast<const Elem*>(p.dy) + index * p.dy_stride + begin);
+    if constexpr (kRagged) {
+      row.dy = row.x + tensor_bytes;
+      const int x_offset = offset_of(p.x, index, p.x_stride), dy_offset = offset_of(p.dy, index, p.dy_stride);
+      if (end != part_end) clear(row.x, x_offset, row.dy, dy_offset);
+      __syncwarp();
+      row.x = word_at(row.x, x_offset);
+      row.dy = word_at(row.dy, dy_offset);
     }
     return row;
   };
-  // Piece j of x and dy, zero past the row.
+  // Run j of x and dy, zero past the row. (Ragged, only the last run can be past what the ring has.)
   const auto read = [&](const Row& row, int j, V& x, V& dy) {
-    x = V{};
-    dy = V{};
-    if (!row.live || !inside(j)) return;
-    const auto from = [&](uint32_t tensor, int offset) {
-      if constexpr (!kShifted) return load_shared_vec<V>(tensor + j * access_bytes);
-      V v = shift(load_shared_vec<V>(tensor + 2 * j * access_bytes),
-                  load_shared_vec<V>(tensor + (2 * j + 1) * access_bytes), offset);
-      if (kShifted && first + j * step + kAccess > cols) {
-#pragma unroll
-        for (int i = 1; i < kAccess; ++i)
-          if (first + j * step + i >= cols) set_item(v, i, Elem{});
-      }
-      return v;
-    };
-    x = from(row.at, row.x_offset);
-    dy = from(row.at + kAccesses * access_bytes, row.dy_offset);
+    if (kRagged ? j + 1 == kRuns && !inside(j) : !row.live || !inside(j)) {
+      x = V{};
+      dy = V{};
+      return;
+    }
+    if constexpr (!kRagged) {
+      x = load_shared_vec<V>(row.x + j * access_bytes);
+      dy = load_shared_vec<V>(row.x + tensor_bytes + j * access_bytes);
+    } else {
+      const auto from = [&](uint32_t at, const void* tensor, int64_t row_stride) {
+        V v = load_shared_vec<V>(at + j * sharers * R::kWordBytes);
+        if constexpr (kRun > 1) {
+          const V next = load_shared_vec<V>(at + j * sharers * R::kWordBytes + R::kWordBytes);
+          v.bits[0] = __funnelshift_r(v.bits[0], next.bits[0], offset_of(tensor, row.index, row_stride) % 2 * 16);
+        }
+        return v;
+      };
+      x = from(row.x, p.x, p.x_stride);
+      dy = from(row.dy, p.dy, p.dy_stride);
+    }
   };
-  V x_held[kHold ? kPieces : 1], dy_held[kHold ? kPieces : 1];
+  V x_held[kHold ? kRuns : 1], dy_held[kHold ? kRuns : 1];
 
   // Adds the row to dweight and dbias; the thread's sums of g and of g * xhat.
   const auto add_row = [&](const Row& row, Acc& g_sum, Acc& gx_sum) {
     g_sum = gx_sum = 0;
+    if (kRagged && !row.live) return;
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      V& x_piece = x_held[kHold ? j : 0];
-      V& dy_piece = dy_held[kHold ? j : 0];
-      read(row, j, x_piece, dy_piece);
-      Acc x[kAccess], dy[kAccess], scale[kAccess];
-      unpack(x, x_piece);
-      unpack(dy, dy_piece);
+    for (int j = 0; j < kRuns; ++j) {
+      if (skipped(j)) continue;
+      V& x_run = x_held[kHold ? j : 0];
+      V& dy_run = dy_held[kHold ? j : 0];
+      read(row, j, x_run, dy_run);
+      Acc x[kRun], dy[kRun], scale[kRun];
+      unpack(x, x_run);
+      unpack(dy, dy_run);
       scale_of(j, scale);
 #pragma unroll
-      for (int i = 0; i < kAccess; ++i) {
+      for (int i = 0; i < kRun; ++i) {
         const Acc xhat = mul(x[i] - row.mean, row.rstd), g = mul(dy[i], scale[i]);
         g_sum = add(g_sum, g);
         gx_sum = fma(g, xhat, gx_sum);
+        if constexpr (!kSums) continue;
         dweight[j][i] = fma(dy[i], xhat, dweight[j][i]);
         dbias[j][i] += dy[i];
       }
     }
   };
   // Writes the row's dx, given its averages of g and of g * xhat.
-  const auto write_dx = [&](const Row& row, Acc g_average, Acc gx_average, int turn) {
+  const auto write_dx = [&](const Row& row, Acc g_average, Acc gx_average) {
     Elem* dx = static_cast<Elem*>(p.dx) + row.index * p.cols + begin;
     const Acc gx_share = mul(gx_average, row.rstd);  // of x - mean
-    // kShifted: dx of this row, from a granule on, behind the ring; rows take turns with two places.
-    Elem* staged = reinterpret_cast<Elem*>(dynamic_shared + p.stages * stage_bytes / kMaxAccessBytes) +
-                   (group * 2 + turn) * ((stride * kPieces + 1) * kAccess);
+    // Pairs of 16-bit elements begin at words of memory, by `odd` columns off those of a run.
+    const int odd = kRun > 1 && kRagged ? offset_of(p.dx, row.index, p.cols) % 2 : 0;
+    const int stop = row.live ? end : 0;  // of what is written
+    const int pairs = (stop - part_first - odd) / 2;
+    uint32_t rest = 0;
+    const auto store_pair = [&](int j, uint32_t run, uint32_t next) {
+      const uint32_t pair = __funnelshift_r(run, next, odd * 16);
+      const int index = j * sharers + lane;
+      if (index < pairs) store_vec(dx + first + odd + j * step, Vec<Elem, 2>{pair});
+      if (index == pairs) rest = pair;
+    };
+    uint32_t before = 0;  // the run before, which waits for the one behind it
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      V& x_piece = x_held[kHold ? j : 0];
-      V& dy_piece = dy_held[kHold ? j : 0];
-      if (!row.live || !inside(j)) continue;
-      if constexpr (!kHold) read(row, j, x_piece, dy_piece);
-      Acc x[kAccess], dy[kAccess], scale[kAccess], out[kAccess];
-      unpack(x, x_piece);
-      unpack(dy, dy_piece);
-      scale_of(j, scale);
+    for (int j = 0; j < kRuns; ++j) {
+      V packed{};
+      if (!skipped(j) && (kRagged || (row.live && inside(j)))) {
+        V& x_run = x_held[kHold ? j : 0];
+        V& dy_run = dy_held[kHold ? j : 0];
+        if constexpr (!kHold) read(row, j, x_run, dy_run);
+        Acc x[kRun], dy[kRun], scale[kRun], out[kRun];
+        unpack(x, x_run);
+        unpack(dy, dy_run);
+        scale_of(j, scale);
 #pragma unroll
-      for (int i = 0; i < kAccess; ++i) {
-        out[i] = mul(mul(dy[i], scale[i]) - fma(x[i] - row.mean, gx_share, g_average), row.rstd);
+        for (int i = 0; i < kRun; ++i) {
+          out[i] = mul(mul(dy[i], scale[i]) - fma(x[i] - row.mean, gx_share, g_average), row.rstd);
+        }
+        pack(packed, out);
+        if (!kRagged || (kRun == 1 && first + j * step < stop)) store_vec(dx + first + j * step, packed);
       }
-      V packed;
-      pack(packed, out);
-      store_vec((kShifted ? staged : dx) + first + j * step, packed);
+      if constexpr (kRagged && kRun > 1) {
+        if (j == 0 && odd && lane == 0 && first < stop) store_vec(dx + first, Vec<Elem, 1>{packed.bits[0]});
+        if (j > 0) {
+          const uint32_t given = lane == 0 ? packed.bits[0] : before;  // to the lane before
+          store_pair(j - 1, before, __shfl_sync(0xffffffffu, given, (lane + 1) % sharers, sharers));
+        }
+        before = packed.bits[0];
+      }
     }
-    if constexpr (kShifted) {
-      if (threads > kWarp) meet(group, threads);
-      else __syncwarp();
-      if (row.live) store_shifted(dx, staged, cols, t, stride);
+    if constexpr (kRagged && kRun > 1) {
+      if (!skipped(kRuns - 1)) store_pair(kRuns - 1, before, __shfl_down_sync(0xffffffffu, before, 1, sharers));
+      // An element is left over of the warp's columns, or none.
+      const int col = part_first + 2 * pairs + odd;
+      if (lane == pairs % sharers && col < stop) store_vec(dx + col, Vec<Elem, 1>{rest});
     }
   };
   const Acc per_col = static_cast<Acc>(p.per_col);
@@ -528,7 +659,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBloc
     const auto begin_row = [&](const Row& row, int turn) {
       add_row(row, g_sum, gx_sum);
       if (!p.dx) return;
-      add_group(g_sum, gx_sum, threads, 0, turn, room);
+      add_group<true>(g_sum, gx_sum, threads, 0, turn, room);
       cluster.send(g_sum, gx_sum, turn);
     };
     wait_for_copies(p.stages - 2);
@@ -547,7 +678,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBloc
         after = row_in(index + rows_at_once, stage);
         begin_row(after, turn ^ 1);
       }
-      if (p.dx) write_dx(row, mul(g_average, per_col), mul(gx_average, per_col), turn);
+      if (p.dx) write_dx(row, mul(g_average, per_col), mul(gx_average, per_col));
       row = after;
       turn ^= 1;
       parity ^= turn == 0;
@@ -567,24 +698,24 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBloc
           g_sum = row.live ? static_cast<const Acc*>(p.sums)[2 * index] : Acc(0);
           gx_sum = row.live ? static_cast<const Acc*>(p.sums)[2 * index + 1] : Acc(0);
         } else {
-          add_group(g_sum, gx_sum, threads, group, turn, room);
+          add_group<(kRagged && kPieces > 1)>(g_sum, gx_sum, threads, group, turn, room);
           g_sum = mul(g_sum, per_col);
           gx_sum = mul(gx_sum, per_col);
         }
-        write_dx(row, g_sum, gx_sum, turn);
+        write_dx(row, g_sum, gx_sum);
       }
       stage = next(stage);
       turn ^= 1;
     }
   }
 
-  if (!p.partial) return;
+  if (!kSums || !p.partial) return;
   Acc* out = static_cast<Acc*>(p.partial) + block * 2 * p.pitch + begin;  // [2, pitch]
   if (groups == 1) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      store_sums(out, dweight[j], first + j * step, cols);
-      store_sums(out + p.pitch, dbias[j], first + j * step, cols);
+    for (int j = 0; j < kRuns; ++j) {
+      store_sums(out, dweight[j], first + j * step, end);
+      store_sums(out + p.pitch, dbias[j], first + j * step, end);
     }
     return;
   }
@@ -592,20 +723,22 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRows>), kLeastBloc
   wait_for_copies(0);
   __syncthreads();
   Acc* shared = reinterpret_cast<Acc*>(dynamic_shared);  // [groups, 2, width]
-  const int width = step * kPieces;
+  const int width = summed_width(threads, kPieces, kAccess, kRagged);
+  Acc* sums = shared + group * 2 * width + first;
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    Acc* to = shared + group * 2 * width + first + j * step;
-    store_run(to, dweight[j]);
-    store_run(to + width, dbias[j]);
+  for (int j = 0; j < kRuns; ++j) {
+    if (!inside(j)) continue;
+    store_run(sums + j * step, dweight[j]);
+    store_run(sums + width + j * step, dbias[j]);
   }
   __syncthreads();
   for (int item = threadIdx.x; item < 2 * width; item += blockDim.x) {
+    const int col = item < width ? item : item - width;
+    if (col >= cols) continue;
     Acc sum = 0;
 #pragma unroll 4
     for (int g = 0; g < groups; ++g) sum += shared[g * 2 * width + item];
-    const int col = item < width ? item : item - width;
-    if (col < cols) out[(item < width ? 0 : p.pitch) + col] = sum;
+    out[(item < width ? 0 : p.pitch) + col] = sum;
   }
 }
 
@@ -652,27 +785,56 @@ __global__ void __launch_bounds__(kAddThreads) add_partials(const Acc* partial, 
 
 // ------------------------------------------------------------------------- rows too long for a cluster
 
-// sums[row][chunk]: sums of g and of g * xhat over a chunk of a row, one block each.
-template <typename Elem, typename Param>
+// sums[row][chunk]: sums of g and of g * xhat over a chunk of a row, one block each. A thread takes pieces of 16 bytes,
+// kWhole by one access.
+template <typename Elem, typename Param, bool kWhole>
 __global__ void __launch_bounds__(kBackwardThreads)
     sum_chunks(const BackwardLaunch p, AccOf<Elem>* sums, int64_t chunks) {
   using Acc = AccOf<Elem>;
+  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
   __shared__ PairRoom<Acc> room;
-  const int64_t row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const int64_t end = min((chunk + 1) * kSumsChunk, p.cols);
-  const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;
-  const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
-  const Param* weight = static_cast<const Param*>(p.weight);
+  const int64_t row = blockIdx.x / chunks, begin = blockIdx.x % chunks * kSumsChunk;
+  const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride + begin;
+  const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride + begin;
+  const Param* weight = p.weight ? static_cast<const Param*>(p.weight) + begin : nullptr;
+  const int cols = static_cast<int>(min(kSumsChunk, p.cols - begin));
   wait_for_previous_kernel();
   const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
   Acc g_sum = 0, gx_sum = 0;
-#pragma unroll 4
-  for (int64_t col = chunk * kSumsChunk + threadIdx.x; col < end; col += kBackwardThreads) {
-    const Acc g = mul(load_one(dy + col), weight ? static_cast<Acc>(load_one(weight + col)) : Acc(1));
-    g_sum += g;
-    gx_sum = fma(g, mul(load_one(x + col) - mean, rstd), gx_sum);
+#pragma unroll 2
+  for (int col = threadIdx.x * kAccess; col < cols; col += kBackwardThreads * kAccess) {
+    Vec<Elem, kAccess> x_piece{}, dy_piece{};
+    Vec<Param, kAccess> weight_piece = splat<Param, kAccess>(1);
+    if (kWhole || col + kAccess <= cols) {
+      if (weight) load_vec(weight_piece, weight + col);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i)
+        if (weight && col + i < cols) set_item(weight_piece, i, weight[col + i]);
+    }
+    if constexpr (kWhole) {
+      load_vec(x_piece, x + col);
+      load_vec(dy_piece, dy + col);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAccess; ++i) {
+        if (col + i >= cols) continue;
+        set_item(x_piece, i, x[col + i]);
+        set_item(dy_piece, i, dy[col + i]);
+      }
+    }
+    Acc x_items[kAccess], dy_items[kAccess], scale[kAccess];
+    unpack(x_items, x_piece);
+    unpack(dy_items, dy_piece);
+    unpack(scale, weight_piece);
+#pragma unroll
+    for (int i = 0; i < kAccess; ++i) {
+      const Acc g = mul(dy_items[i], scale[i]);
+      g_sum = add(g_sum, g);
+      gx_sum = fma(g, mul(x_items[i] - mean, rstd), gx_sum);
+    }
   }
-  add_group(g_sum, gx_sum, kBackwardThreads, 0, 0, room);
+  add_group<true>(g_sum, gx_sum, kBackwardThreads, 0, 0, room);
   if (threadIdx.x == 0) {
     sums[2 * blockIdx.x] = g_sum;
     sums[2 * blockIdx.x + 1] = gx_sum;

@@ -3,11 +3,13 @@
 
 namespace fastln {
 
-const char* norm_backward_f16_f16(const NormGrads& p, const DeviceFacts& device, void* workspace, void* stream) {
-  return run_backward<half, half>(p, device, workspace, stream);
+const char* norm_backward_f16_f16(const NormGrads& p, const BackwardPlan& plan, const DeviceFacts& device,
+                                  void* workspace, void* stream) {
+  return run_backward<half, half>(p, plan, device, workspace, stream);
 }
-const char* norm_backward_f16_f32(const NormGrads& p, const DeviceFacts& device, void* workspace, void* stream) {
-  return run_backward<half, float>(p, device, workspace, stream);
+const char* norm_backward_f16_f32(const NormGrads& p, const BackwardPlan& plan, const DeviceFacts& device,
+                                  void* workspace, void* stream) {
+  return run_backward<half, float>(p, plan, device, workspace, stream);
 }
 
 }  // namespace fastln

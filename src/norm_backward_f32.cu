@@ -3,8 +3,9 @@
 
 namespace fastln {
 
-const char* norm_backward_f32_f32(const NormGrads& p, const DeviceFacts& device, void* workspace, void* stream) {
-  return run_backward<float, float>(p, device, workspace, stream);
+const char* norm_backward_f32_f32(const NormGrads& p, const BackwardPlan& plan, const DeviceFacts& device,
+                                  void* workspace, void* stream) {
+  return run_backward<float, float>(p, plan, device, workspace, stream);
 }
 
 }  // namespace fastln

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <climits>
 
 #include <cuda_runtime.h>
 
@@ -27,70 +28,63 @@ cudaError_t prepare(const DeviceFacts& device, decltype(kKernel)* out) {
   cudaError_t err = cudaFuncGetAttributes(&facts, kernel);
   const auto room = static_cast<int>(device.shared_bytes_block) - static_cast<int>(facts.sharedSizeBytes);
   if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+  if (err == cudaSuccess && device.major >= 9)
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (err == cudaSuccess)
     err = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (err == cudaSuccess) done[device.index].store(true, std::memory_order_release);
   return err;
 }
 
-// Every compiled variant of norm_backward.
+// Every compiled variant of norm_backward. `sums`: of columns are wanted; where they are not, rows that
+// backward_is_lean() leaves out still get the variant that keeps them.
 template <typename Elem, typename Param>
-cudaError_t find_backward(GradRows rows, int pieces, const DeviceFacts& device, void (**out)(BackwardLaunch)) {
-  if (rows == GradRows::kCluster) {
-    constexpr int kPieces = cluster_pieces(sizeof(Elem));
-    if (pieces == kPieces) return prepare<norm_backward<Elem, Param, kPieces, GradRows::kCluster>>(device, out);
-  } else if (rows == GradRows::kShifted) {
-    switch (pieces) {
-      case 1: return prepare<norm_backward<Elem, Param, 1, GradRows::kShifted>>(device, out);
-      case 2: return prepare<norm_backward<Elem, Param, 2, GradRows::kShifted>>(device, out);
-    }
+cudaError_t find_backward(const BackwardPlan& plan, int pieces, bool ragged, bool sums, const DeviceFacts& device,
+                          void (**out)(BackwardLaunch)) {
+  const bool cluster = plan.cluster > 1;
+  const auto is = [&](int count, bool is_ragged, bool is_cluster) {
+    return pieces == count && ragged == is_ragged && cluster == is_cluster;
+  };
+  if (!sums && backward_is_lean(plan, ragged)) {
+    if (pieces == 1) return prepare<norm_backward<Elem, Param, 1, false, false, false>>(device, out);
+    if (pieces == 2) return prepare<norm_backward<Elem, Param, 2, false, false, false>>(device, out);
+    if (pieces == 3) return prepare<norm_backward<Elem, Param, 3, false, false, false>>(device, out);
+  }
+  if (is(1, false, false)) return prepare<norm_backward<Elem, Param, 1, false, false, true>>(device, out);
+  if (is(2, false, false)) return prepare<norm_backward<Elem, Param, 2, false, false, true>>(device, out);
+  if (is(3, false, false)) return prepare<norm_backward<Elem, Param, 3, false, false, true>>(device, out);
+  if (is(4, false, false)) return prepare<norm_backward<Elem, Param, 4, false, false, true>>(device, out);
+  if (is(1, true, false)) return prepare<norm_backward<Elem, Param, 1, true, false, true>>(device, out);
+  if (is(2, true, false)) return prepare<norm_backward<Elem, Param, 2, true, false, true>>(device, out);
+  if (is(3, true, false)) return prepare<norm_backward<Elem, Param, 3, true, false, true>>(device, out);
+  if (is(3, true, true)) return prepare<norm_backward<Elem, Param, 3, true, true, true>>(device, out);
+  if constexpr (sizeof(Elem) == 2) {
+    if (is(2, false, true)) return prepare<norm_backward<Elem, Param, 2, false, true, true>>(device, out);
+    if (is(3, false, true)) return prepare<norm_backward<Elem, Param, 3, false, true, true>>(device, out);
   } else {
-    switch (pieces) {
-      case 1: return prepare<norm_backward<Elem, Param, 1, GradRows::kWhole>>(device, out);
-      case 2: return prepare<norm_backward<Elem, Param, 2, GradRows::kWhole>>(device, out);
-      case 3: return prepare<norm_backward<Elem, Param, 3, GradRows::kWhole>>(device, out);
-      case 4: return prepare<norm_backward<Elem, Param, 4, GradRows::kWhole>>(device, out);
-    }
+    if (is(4, false, true)) return prepare<norm_backward<Elem, Param, 4, false, true, true>>(device, out);
   }
   return cudaErrorInvalidValue;
 }
 
-// For kernels that call wait_for_previous_kernel() before they touch memory.
+// For kernels that call wait_for_previous_kernel() before they touch memory. `blocks` of the grid's first dimension.
 template <typename... Args>
-cudaError_t launch(void (*kernel)(Args...), dim3 grid, dim3 block, int64_t shared_bytes, int cluster,
-                   const DeviceFacts& device, cudaStream_t stream, std::type_identity_t<Args>... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2]{};
-  config.attrs = attributes;
-  if (device.major >= 9) attributes[config.numAttrs++] = dependent_launch();
-  if (cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  }
-  return cudaLaunchKernelEx(&config, kernel, args...);
+cudaError_t launch(void (*kernel)(Args...), int64_t blocks, unsigned grid_y, int block, int64_t shared_bytes,
+                   int cluster, const DeviceFacts& device, cudaStream_t stream, std::type_identity_t<Args>... args) {
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  const LaunchConfig config(dim3(static_cast<unsigned>(blocks), grid_y), dim3(static_cast<unsigned>(block)),
+                            shared_bytes, cluster, device.major >= 9, stream);
+  return cudaLaunchKernelEx(config.get(), kernel, args...);
 }
 
 // How many clusters of the plan's blocks the device holds at once, at least 1.
 inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const BackwardPlan& plan, int64_t shared_bytes,
                                      int64_t* out) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.cluster));
-  config.blockDim = dim3(static_cast<unsigned>(plan.block));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  const LaunchConfig config(dim3(static_cast<unsigned>(plan.cluster)), dim3(static_cast<unsigned>(plan.block)),
+                            shared_bytes, plan.cluster, false, nullptr);
   int clusters = 0;
-  const cudaError_t err = cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config);
+  const cudaError_t err =
+      cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), config.get());
   *out = std::max(clusters, 1);
   return err;
 }
@@ -100,7 +94,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
                             void* workspace, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
-  const bool shifted = !grads_are_whole(grads, sizeof(Elem));
+  const bool ragged = rows_are_ragged(grads.cols, sizeof(Elem));
   const bool wants_params = grads.dweight || grads.dbias;
   const bool sliced = plan.pieces == 0;
   const int pieces = sliced ? kSlicePieces : plan.pieces;
@@ -111,6 +105,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   p.cluster = plan.cluster;
   p.pitch = backward_pitch(p.cols);
   p.slice = sliced ? slice_cols(sizeof(Elem)) : p.cols;
+  p.safe_rows = p.rows - backward_unsafe_rows(grads, sizeof(Elem));
   BackwardGrid grid = backward_grid(grads, plan, sizeof(Elem), device);
   p.blocks = grid.blocks;
   p.row_blocks = plan.direct && !p.dx ? 0 : grid.blocks * grid.slices;
@@ -125,32 +120,35 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     const int64_t chunks = (p.cols + kSumsChunk - 1) / kSumsChunk;
     Acc* averages = room;               // [rows, 2]
     Acc* sums = averages + 2 * p.rows;  // [rows, chunks, 2]
-    err = launch(sum_chunks<Elem, Param>, static_cast<unsigned>(p.rows * chunks), kBackwardThreads, 0, 1, device,
-                 stream, p, sums, chunks);
+    err = launch(ragged ? sum_chunks<Elem, Param, false> : sum_chunks<Elem, Param, true>, p.rows * chunks, 1,
+                 kBackwardThreads, 0, 1, device, stream, p, sums, chunks);
     if (err != cudaSuccess) return err;
-    err = launch(average_chunks<Acc>, static_cast<unsigned>((p.rows + 7) / 8), 8 * kWarp, 0, 1, device, stream, sums,
-                 p.rows, chunks, p.per_col, averages);
+    err = launch(average_chunks<Acc>, (p.rows + 7) / 8, 1, 8 * kWarp, 0, 1, device, stream, sums, p.rows, chunks,
+                 p.per_col, averages);
     if (err != cudaSuccess) return err;
     p.sums = averages;
   }
 
   const int sharers = std::min(plan.threads, kWarp), groups = plan.block / plan.threads;
-  const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, shifted ? 2 * pieces : pieces, sizeof(Acc));
-  const int64_t staged_bytes = shifted ? 2 * groups * (int64_t{plan.threads} * pieces + 1) * kMaxAccessBytes : 0;
-  const int64_t summed_bytes = p.partial ? int64_t{2} * plan.block * pieces * kAccess * sizeof(Acc) : 0;
+  const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, pieces, ragged, sizeof(Acc));
+  const int64_t summed_bytes =
+      p.partial ? int64_t{2} * groups * summed_width(plan.threads, pieces, kAccess, ragged) * sizeof(Acc) : 0;
   const int64_t columns_bytes = plan.direct ? int64_t{2} * plan.block * kAccess * sizeof(Acc) : 0;
   // Room for each of the resident blocks, less what the hardware keeps of it, and our own static part.
   const int64_t room_bytes =
       std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
   // A cluster's blocks hold two rows at once.
-  const int64_t least_stages = plan.cluster > 1 ? 2 : 1, most_stages = plan.direct ? least_stages : kMaxStages;
-  p.stages =
-      static_cast<int>(std::clamp<int64_t>((room_bytes - staged_bytes) / stage_bytes, least_stages, most_stages));
-  const int64_t shared_bytes = std::max({p.stages * stage_bytes + staged_bytes, summed_bytes, columns_bytes});
+  const int64_t least_stages = plan.cluster > 1 ? 2 : 1;
+  const int64_t wanted_stages = plan.direct ? least_stages
+                                : plan.cluster > 1
+                                    ? least_stages + 1
+                                    : std::max<int64_t>(plan.ring_kb * 1024 / plan.blocks_per_sm / stage_bytes, 2);
+  p.stages = static_cast<int>(
+      std::clamp<int64_t>(std::min<int64_t>(room_bytes / stage_bytes, wanted_stages), least_stages, kMaxStages));
+  const int64_t shared_bytes = std::max({p.stages * stage_bytes, summed_bytes, columns_bytes});
 
   void (*kernel)(BackwardLaunch);
-  const GradRows rows = plan.cluster > 1 ? GradRows::kCluster : shifted ? GradRows::kShifted : GradRows::kWhole;
-  err = find_backward<Elem, Param>(rows, pieces, device, &kernel);
+  err = find_backward<Elem, Param>(plan, pieces, ragged, p.partial != nullptr, device, &kernel);
   if (err != cudaSuccess) return err;
   if (plan.cluster > 1 && !plan.direct) {
     // Clusters that would not fit at once with the others would run behind them, in twice the time.
@@ -165,33 +163,30 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   if (plan.direct && (plan.cluster > 1 || sliced)) {
     if (column_blocks > 0) {
       const int block = 128;
-      err = launch(shifted ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>,
-                   static_cast<unsigned>(column_blocks), block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device,
-                   stream, p);
+      err = launch(ragged ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>, column_blocks, 1,
+                   block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device, stream, p);
     }
     if (err == cudaSuccess && p.dx)
-      err = launch(kernel, static_cast<unsigned>(p.row_blocks), plan.block, shared_bytes, plan.cluster, device, stream,
-                   p);
+      err = launch(kernel, p.row_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
     return err;
   }
-  err = launch(kernel, static_cast<unsigned>(p.row_blocks + column_blocks), plan.block, shared_bytes, plan.cluster,
-               device, stream, p);
+  err = launch(kernel, p.row_blocks + column_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
   if (err != cudaSuccess || !p.partial) return err;
   // As many columns a block as leave about a block a multiprocessor.
   constexpr int64_t kRun = 16 / sizeof(Acc);
   int lanes = 2;
   while (lanes < kWarp && 2 * p.cols > lanes * kRun * device.sms) lanes *= 2;
-  const auto column_slices = static_cast<unsigned>((p.cols + lanes * kRun - 1) / (lanes * kRun));
+  const int64_t column_slices = (p.cols + lanes * kRun - 1) / (lanes * kRun);
   void (*add)(const Acc*, int64_t, int64_t, int64_t, int, void*, void*);
   err = prepare<add_partials<Acc, Param>>(device, &add);
   if (err != cudaSuccess) return err;
-  return launch(add, dim3(column_slices, 2), kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial),
+  return launch(add, column_slices, 2, kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial),
                 grid.partials, p.pitch, p.cols, lanes, p.dweight, p.dbias);
 }
 
 template <typename Elem, typename Param>
-const char* run_backward(const NormGrads& grads, const DeviceFacts& device, void* workspace, void* stream) {
-  const BackwardPlan plan = plan_backward(grads, sizeof(Elem), device);
+const char* run_backward(const NormGrads& grads, const BackwardPlan& plan, const DeviceFacts& device, void* workspace,
+                         void* stream) {
   const cudaError_t err =
       launch_backward<Elem, Param>(grads, plan, device, workspace, static_cast<cudaStream_t>(stream));
   if (err == cudaSuccess) return nullptr;

@@ -17,23 +17,24 @@ struct BackwardPlan {
   int32_t cluster = 1;        // blocks that share a row
   int32_t block = 0;          // threads of a block, a multiple of `threads`
   int32_t blocks_per_sm = 1;  // that stay resident
+  int32_t ring_kb = 64;       // of the rings of a multiprocessor, if that holds two stages; a cluster's have three
   bool direct = false;        // few rows: one launch, of which some blocks sum columns
 };
 
 constexpr int kBackwardThreads = 512;  // of a block, at most
 
-// The same, for so many pieces a thread on a GPU of that compute capability: from 10.0 on 512 threads do not leave the
-// registers that 3 pieces take, nor 384 those of 4. (Registers go by four warps: 448 threads would have no more.)
-constexpr int backward_threads(int pieces, int major) {
-  return major < 10 || pieces < 3 ? kBackwardThreads : pieces == 3 ? 384 : 256;
+// The same, for so many pieces a thread on a GPU of that compute capability. 512 threads leave 128 registers, which
+// hold up to 4 pieces before 10.0, but 2 of ragged rows or from 10.0 on. (Registers go by four warps: 448 threads would
+// have no more.)
+constexpr int backward_threads(int pieces, bool ragged, int major) {
+  const int short_of = major < 10 && !ragged ? 5 : 3;
+  return pieces < short_of ? kBackwardThreads : pieces == 3 ? 384 : 256;
 }
 
-constexpr int kMaxCluster = 8;  // the portable limit
+constexpr int kPortableCluster = 8;  // blocks that any device with clusters takes
+constexpr int kMaxCluster = 16;      // and some
 
-// Pieces of a thread whose block shares rows with others: as many as leave a row's stage 64 KB, and registers for the
-// sums of their columns.
-constexpr int cluster_pieces(int64_t element_bytes) { return element_bytes == 2 ? 2 : 4; }
-
+constexpr int kWarpThreads = 32;
 constexpr int kSlicePieces = 2;  // of 16 bytes a thread, where rows are cut into slices
 inline int64_t slice_cols(int64_t element_bytes) {
   return int64_t{kSlicePieces} * kBackwardThreads * 16 / element_bytes;
@@ -45,10 +46,18 @@ inline int64_t backward_pitch(int64_t cols) { return round_up(cols, 8); }
 // Columns that one block adds, where the sums of long rows come first.
 constexpr int64_t kSumsChunk = 16384;
 
-// Whether rows of x, dy and dx begin and end at multiples of 16 bytes.
-inline bool grads_are_whole(const NormGrads& p, int64_t element_bytes) {
-  return rows_are_aligned(p.x, p.rows, p.x_stride * element_bytes) &&
-         rows_are_aligned(p.dy, p.rows, p.dy_stride * element_bytes) && p.cols * element_bytes % kMaxAccessBytes == 0;
+// Whether a row's length is no multiple of 16 bytes, so that rows begin anywhere.
+inline bool rows_are_ragged(int64_t cols, int64_t element_bytes) { return cols * element_bytes % kMaxAccessBytes != 0; }
+
+// The last rows of x or dy from whose end to the tensor's there may be less than whole 16 bytes.
+inline int64_t backward_unsafe_rows(const NormGrads& p, int64_t element_bytes) {
+  const int64_t stride = std::min(p.x_stride, p.dy_stride), most = kMaxAccessBytes / element_bytes - 1;
+  return stride <= 0 ? p.rows : std::min(p.rows, (most + stride - 1) / stride);
+}
+
+// Whether there is a variant without sums of columns. Rows that take more registers, or a cluster, gain nothing by it.
+inline bool backward_is_lean(const BackwardPlan& plan, bool ragged) {
+  return !ragged && plan.pieces >= 1 && plan.pieces <= 3 && plan.cluster == 1;
 }
 
 struct BackwardGrid {
@@ -72,67 +81,98 @@ inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, 
 //
 // Rows, and so threads, of other shapes share partial sums, of which the fewest are best: one block of 512 threads a
 // multiprocessor beats two of 256 (4096x4096 35.2 and 36.7), and leaves add_partials() half as much.
-inline BackwardPlan plan_backward(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
-  const int64_t row_pieces = (p.cols * element_bytes + 15) / 16;
-  // Of the columns alone, not of the addresses: those must not change a bit.
-  const bool whole = p.cols * element_bytes % kMaxAccessBytes == 0;
-  // Of a row that one block holds.
-  const int64_t block_pieces = whole ? 4 * backward_threads(4, device.major) : 2 * kBackwardThreads;
+//
+// More rows on their way than 64 KB are mostly no gain and may cost a seventh: 65536x1024 101 with 64 KB, 115 with 128;
+// 4096x4096 float32 54.7 and 57.6; 8192x7168 98.8 and 106.
+//
+// Threads, pieces and cluster follow from the columns, the element size and the device alone, never from the addresses,
+// the rows or what is asked for: those must not change a bit of dx. `sums`: dweight or dbias is asked for.
+inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes, bool sums, const DeviceFacts& device,
+                                  int max_cluster) {
+  const bool ragged = rows_are_ragged(cols, element_bytes), halves = element_bytes == 2;
+  const int64_t row_pieces = std::max<int64_t>(cols * element_bytes / kMaxAccessBytes, 1);
+  const auto max_threads = [&](int pieces) { return int64_t{backward_threads(pieces, ragged, device.major)}; };
+  const int most_pieces = ragged ? 3 : 4;
   BackwardPlan out;
-  if (row_pieces > block_pieces) {
+  if (row_pieces > most_pieces * max_threads(most_pieces)) {
     out.threads = out.block = kBackwardThreads;
     // 1 to 16 rows: there is a block for each slice of columns, and nothing to wait for.
-    out.direct = p.rows <= 16;
-    // Two rows' stages of a cluster's block take 128 KB.
-    const int64_t cluster_block_pieces = int64_t{kBackwardThreads} * cluster_pieces(element_bytes);
-    const bool clusters = device.major >= 9 && device.shared_bytes_block >= 160 * 1024 && whole;
-    if (clusters && row_pieces <= kMaxCluster * cluster_block_pieces) {
-      out.pieces = cluster_pieces(element_bytes);
-      while (out.cluster * cluster_block_pieces < row_pieces) out.cluster *= 2;
+    out.direct = rows <= 16;
+    // 2048x20480: two of 448x3 87, three of 448x2 101, four of 512x2 130. 1024x65536: 512x2 135, 512x4 191 (it spills).
+    const bool two = halves && !ragged && row_pieces > 2 * 3 * max_threads(3);
+    const int pieces = two ? 2 : ragged || halves ? 3 : 4;
+    // float32: 2048x16384 three of 352x4 103, two of 512x4 114; 1024x20480 four of 320x4 69, three of 448x4 71.
+    const bool small_blocks = pieces == 4 && row_pieces > 3072 && row_pieces <= 4 * 4 * 352;
+    const int64_t block_pieces = pieces * (small_blocks ? std::min<int64_t>(352, max_threads(4)) : max_threads(pieces));
+    if (row_pieces <= max_cluster * block_pieces) {
+      out.pieces = pieces;
+      out.cluster = static_cast<int32_t>((row_pieces + block_pieces - 1) / block_pieces);
+      out.threads = out.block = static_cast<int32_t>(
+          round_up((row_pieces + out.cluster * pieces - 1) / (out.cluster * pieces), kWarpThreads));
     }
     return out;
   }
-  const auto threads_of = [&](int pieces) { return group_of((row_pieces + pieces - 1) / pieces); };
+  const auto threads_of = [&](int pieces) {
+    return group_of(std::max<int64_t>((row_pieces + pieces - 1) / pieces, !ragged ? 1 : pieces > 1 ? kWarpThreads : 4));
+  };
   const auto idle = [&](int pieces) {
     return 1.0 - static_cast<double>(row_pieces) / static_cast<double>(threads_of(pieces) * pieces);
   };
+  const bool power_of_two = (row_pieces & (row_pieces - 1)) == 0;
   int block = kBackwardThreads;
-  if (row_pieces <= (whole ? 64 : 32)) {
-    // 4096x512: 64x1 8.6, 32x2 8.7. 32768x256 float32: 64x1 28.6, 32x2 29.0. 65536x128: 16x1 18.0, 8x2 19.4.
+  if (row_pieces <= 32) {
+    // 32768x256: 32x1 18.2, 16x2 17.8. 65536x128: 16x1 18.0, 8x2 19.4.
     out.pieces = 1;
+  } else if (row_pieces <= 64) {
+    // 4096x512: 32x2 8.4, 64x1 8.9. float32: 32768x256 32x2 29.2, 64x1 30.4; 65536x257 32x2 by 384 57, by 512 61.
+    out.pieces = 2;
+    if (ragged) block = 384;
+  } else if (ragged) {
+    // 65536x769: 32x3 101, 64x2 129. 8192x4097: 256x2 81, 192x3 87. 4096x8193: 352x3 84, 512x2 87.
+    // float32: 4096x4097 352x3 59, 512x2 61; 32768x769 96x2 84, 64x3 87.
+    out.pieces = row_pieces <= 96 || row_pieces > (halves ? 1024 : 768) ? 3 : 2;
   } else if (row_pieces > 1024) {
-    out.pieces = 4;  // 2048x16384: 512x4 70, a cluster of two of 512x2 68.7
-  } else if (whole && element_bytes >= 4 && row_pieces > 128 && row_pieces <= 384 &&
-             (row_pieces & (row_pieces - 1)) != 0) {
-    // 16384x1280 float32: 128x3 67.2, 160x2 73.1. 32768x768 float32: 64x3 83.1, 96x2 84.6.
+    out.pieces = 4;  // 2048x16384: 512x4 70, a cluster of two of 512x2 69
+  } else if (row_pieces > 704 && row_pieces <= 896) {
+    // 8192x7168: 224x4 99, 448x2 109. 8192x6144: 192x4 85, 384x2 89.
+    out.pieces = 4;
+  } else if (row_pieces > 512 && row_pieces <= 704) {
+    // 16384x5120: 224x3 138, 160x4 144, 320x2, which is 320 threads a multiprocessor, 165.
+    out.pieces = 3;
+  } else if (row_pieces > 352 && row_pieces <= 384) {
+    // 16384x3072: 128x3 by 384 80, by 512 89, 192x2 87.
     out.pieces = 3;
     block = 384;
-  } else if (whole && ((row_pieces > 512 && row_pieces <= 704) || idle(3) + 0.125 < idle(2))) {
-    // 16384x5120, where 320x2 is 320 threads a multiprocessor: 162; 224x3 141. 32768x768: 32x3 by 256 42.6, by 512
-    // 47.5, 64x2 45.0.
+  } else if (!halves && row_pieces > 128 && row_pieces <= 352 && !power_of_two) {
+    // float32: 16384x1280 128x3 by 384 64.9, 160x2 65.2; 32768x768 96x2 76.4, 64x3 80.5.
+    out.pieces = row_pieces == 192 ? 2 : 3;
+    if (out.pieces == 3) block = 384;
+  } else if (idle(3) + 0.125 < idle(2)) {
+    // 32768x768: 32x3 by 384 42.3, by 512 46.4, 64x2 47.5. 65536x640: 67.8, 68.2.
     out.pieces = 3;
-    if (row_pieces <= 128) block = 256;
+    if (row_pieces <= 128) block = 384;
   } else {
-    // 4096x1024: 64x2 12.5, 128x1 12.9. 4096x2048: 128x2 20.0, 256x1 22.7. 4096x8192: 512x2 61.3, 256x4 67.3.
+    // 4096x1024: 64x2 12.2, 128x1 13.6. 4096x2048: 128x2 20.0, 256x1 22.7. 4096x8192: 512x2 61.3, 256x4 67.3.
     out.pieces = 2;
+    // 32768x1152: 71.2 with 128 KB, 73.5 with 64. 32768x1600: 90.7 and 93.1.
+    if (halves && !power_of_two) out.ring_kb = 128;
   }
   // In one launch: 512x4096 10.6, with partial sums 11.9; 1024x4096 19.0 and 15.4. 512x1024 4.4 and 6.7.
-  out.direct = p.rows <= (row_pieces <= 256 ? 768 : row_pieces <= 512 ? 512 : 384);
-  if (out.direct) block = p.rows < 48 ? 128 : p.rows < 320 ? 256 : 512;  // 16x4096 2.5, by 512 threads 3.1
+  out.direct = rows <= (row_pieces <= 256 ? 768 : row_pieces <= 512 ? 512 : 384);
+  if (out.direct) block = rows < 48 ? 128 : rows < 320 ? 256 : 512;  // 16x4096 2.5, by 512 threads 3.1
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
-  block = std::min(block, backward_threads(out.pieces, device.major));
+  block = std::min(block, static_cast<int>(max_threads(out.pieces)));
   out.block = std::max(out.threads, block / out.threads * out.threads);
+  // Without sums of columns there are registers for twice the threads, and no partial sums to add. 65536x128: 15.2, one
+  // block 16.1; but 8192x8192 110 and 101.
+  if (!sums && !out.direct && !ragged && out.pieces == 1) out.blocks_per_sm = 2;
   return out;
 }
 
-// Whether rows of this length must begin at multiples of 16 bytes: the kernel has no variant for others.
-inline bool backward_needs_aligned_rows(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
-  const BackwardPlan plan = plan_backward(p, element_bytes, device);
-  return plan.pieces > 2 || plan.cluster > 1;
-}
-
-inline int64_t backward_workspace_bytes(const NormGrads& p, int element_bytes, const DeviceFacts& device) {
-  const BackwardPlan plan = plan_backward(p, element_bytes, device);
+// In partial sums of dweight and dbias; and, for dx where rows are cut into slices, in the sums of each chunk of a row
+// and the averages of each row.
+inline int64_t backward_workspace_bytes(const NormGrads& p, const BackwardPlan& plan, int element_bytes,
+                                        const DeviceFacts& device) {
   const int64_t acc_bytes = element_bytes == 8 ? 8 : 4;
   int64_t values = 0;
   if ((p.dweight || p.dbias) && !plan.direct)

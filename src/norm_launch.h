@@ -25,16 +25,21 @@ const char* norm_forward_bf16_f32(const NormRows&, const Plan&, const DeviceFact
 const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
+// Blocks of a cluster that plan_backward() may plan with on the current device, which the facts are of.
+int backward_max_cluster(const DeviceFacts& device);
+
 // The backward, likewise. `workspace` holds backward_workspace_bytes() (norm_backward_plan.h) bytes, 16-byte aligned,
 // and may be null for none. weight, dx, dweight and dbias begin at multiples of 16 bytes, and so do the rows of
-// dy and x if backward_needs_aligned_rows(); otherwise those may lie anywhere.
-using BackwardLauncher = const char* (*)(const NormGrads&, const DeviceFacts&, void* workspace, void* stream);
-const char* norm_backward_f16_f16(const NormGrads&, const DeviceFacts&, void*, void*);
-const char* norm_backward_f16_f32(const NormGrads&, const DeviceFacts&, void*, void*);
-const char* norm_backward_bf16_bf16(const NormGrads&, const DeviceFacts&, void*, void*);
-const char* norm_backward_bf16_f32(const NormGrads&, const DeviceFacts&, void*, void*);
-const char* norm_backward_f32_f32(const NormGrads&, const DeviceFacts&, void*, void*);
-const char* norm_backward_f64_f64(const NormGrads&, const DeviceFacts&, void*, void*);
+// dy and x unless rows_are_ragged(), in which case those may lie anywhere. The plan is that of rows, columns, element
+// size and device.
+using BackwardLauncher = const char* (*)(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void* workspace,
+                                         void* stream);
+const char* norm_backward_f16_f16(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f16_f32(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
+const char* norm_backward_bf16_bf16(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
+const char* norm_backward_bf16_f32(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f32_f32(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
+const char* norm_backward_f64_f64(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
 
 constexpr int64_t kChunk = 16384;  // columns of a chunk where a row is split
 inline int64_t split_chunks(int64_t cols) { return (cols + kChunk - 1) / kChunk; }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "async_copy.cuh"
 #include "vec.cuh"
 
 namespace fastln {
@@ -55,6 +56,19 @@ __device__ __forceinline__ void load_granule(Vec<T, kN>& v, const T* p, const T*
 #pragma unroll
     for (int i = 0; i < kN; ++i)
       if (p + i < end) set_item(v, i, p[i]);
+  }
+}
+
+// A granule of x, as load_granule(), to shared memory.
+template <typename T>
+__device__ __forceinline__ void copy_granule(uint32_t shared, const T* p, const T* end) {
+  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(T));
+  if (p + kAccess <= end) {
+    copy_async<kMaxAccessBytes>(shared, p);
+  } else {
+    Vec<T, kAccess> last{};
+    load_granule(last, p, end);
+    store_shared_vec(shared, last);
   }
 }
 

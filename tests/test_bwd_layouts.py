@@ -60,7 +60,8 @@ def test_fake_and_meta_results_are_the_real_ones_but_for_values(layout, dtype, d
 @each()
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_a_misaligned_base_changes_no_bit(dtype, offset, device):
-    for cols in (1, 7, 33, 320, 769, 1024, whole_cols(dtype, 300)) if device.type == "cuda" else (33,):
+    wide = (whole_cols(dtype, 300), whole_cols(dtype, 700) + 1, whole_cols(dtype, 2500), whole_cols(dtype, 1300) + 1)
+    for cols in (1, 7, 33, 320, 769, 1024, *wide) if device.type == "cuda" else (33,):
         sample = norm_inputs(dtype, device, (5, cols))
         dy, statistics = upstream(sample), stats(sample)
         expected = backward(dy, sample, ALL, statistics)
@@ -80,6 +81,22 @@ def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
         expected = backward(dy, sample, ALL, statistics)
         x = in_padding(sample.input, 0, row_stride=cols + gap)[0]
         g = in_padding(dy, 3, row_stride=cols + 2 * gap)[0]
+        for gradient, form in ((g, sample), (dy, sample.of(x)), (g, sample.of(x))):
+            assert all_same(backward(gradient, form, ALL, statistics), expected)
+
+
+@each()
+def test_many_rows_of_any_place_give_the_same_bits(dtype, cuda):
+    """NaNs lie between the rows, which are more than one launch for a handful of them takes."""
+    shapes = [(900, cols) for cols in (1, 9, 33, 100, 257, 263, 768, 769)]
+    shapes += [(600, whole_cols(dtype, 400) + 1), (400, whole_cols(dtype, 1000) + 1), (40, whole_cols(dtype, 1300) + 1)]
+    for rows, cols in shapes:
+        sample = norm_inputs(dtype, cuda, (rows, cols))
+        dy, statistics = upstream(sample), stats(sample)
+        expected = backward(dy, sample, ALL, statistics)
+        assert_gradients_match_float64(expected, dy, sample)
+        x = in_padding(sample.input, 1, row_stride=cols + 3)[0]
+        g = in_padding(dy, 3, row_stride=cols + 8)[0]
         for gradient, form in ((g, sample), (dy, sample.of(x)), (g, sample.of(x))):
             assert all_same(backward(gradient, form, ALL, statistics), expected)
 

@@ -1,0 +1,81 @@
+"""Every compiled variant of the backward's kernels: cells that reach it, right against float64."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from bwd_support import ALL, TENSORS, assert_gradients_match_float64, backward, stats, upstream
+from needs import missing
+from norm_support import dtype_id, norm_inputs, whole_cols
+
+import fastln
+
+# dtypes of x and of weight and bias that have kernels of their own
+PAIRS = [(dtype, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+PAIRS += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
+
+NAMES = b"norm_backward|sum_chunks|sum_all_columns|average_chunks|add_partials"
+TEMPLATE = re.compile(rf"fastln::((?:{NAMES.decode()})<.*?>)\(")
+
+
+class Cell(NamedTuple):
+    rows: int
+    pieces: int  # of 16 bytes in a row
+    more: int = 0  # elements behind them
+    mask: tuple = ALL
+
+
+def cells(dtype):
+    """What reaches every variant on compute capability 9.0: most of more rows than one launch for a handful takes."""
+    halves = dtype.itemsize == 2
+    blocks = [Cell(800, 30), Cell(800, 128), Cell(800, 96 if halves else 320), Cell(400, 1500)]
+    dx_alone = [cell._replace(mask=(True, False, False)) for cell in blocks]
+    ragged = [Cell(800, 20, 1), Cell(800, 200, 1), Cell(800, 80 if halves else 800, 1)]
+    clusters = [Cell(20, 2500), Cell(20, 4000), Cell(20, 1200, 1)]
+    slices = [Cell(20, 33000), Cell(20, 18500, 1)]
+    handfuls = [Cell(3, 4000), Cell(3, 1200, 1)]
+    return [*blocks, *dx_alone, *ragged, *clusters, *slices, *handfuls]
+
+
+def arguments(cell, dtype, param):
+    shape = (cell.rows, whole_cols(dtype, cell.pieces) + cell.more)
+    sample = norm_inputs(dtype, "cuda", shape).in_dtypes(param, param)
+    return upstream(sample), sample, cell.mask, stats(sample)
+
+
+@pytest.mark.parametrize(("dtype", "param"), PAIRS, ids=dtype_id)
+def test_every_variant_is_right(dtype, param, cuda):
+    for cell in cells(dtype):
+        dy, sample, mask, statistics = arguments(cell, dtype, param)
+        names = [name for name, wanted in zip(TENSORS, mask, strict=True) if wanted]
+        assert_gradients_match_float64(backward(dy, sample, mask, statistics), dy, sample, names)
+
+
+def compiled_variants():
+    """The backward's kernels in the installed library, as C++ writes them."""
+    if shutil.which("c++filt") is None:
+        missing("c++filt")
+    library = Path(fastln.__file__).with_name("libfastln.so").read_bytes()
+    mangled = set(re.findall(rb"_ZN6fastln\d+(?:%b)I\w+" % NAMES, library))
+    plain = subprocess.run(["c++filt"], input=b"\n".join(mangled), capture_output=True, check=True).stdout.decode()
+    return {match[1] for line in plain.splitlines() if (match := TEMPLATE.match(line.removeprefix("void ")))}
+
+
+def test_every_compiled_variant_is_reached(cuda):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the cells are those of compute capability 9.0")
+    calls = [arguments(cell, *pair) for pair in PAIRS for cell in cells(pair[0])]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for call in calls:
+            backward(*call)
+        torch.cuda.synchronize()
+    names = {event.name for event in profile.events()}
+    if not any("fastln" in name for name in names):
+        pytest.skip("torch's profiler sees no kernel here")
+    compiled = compiled_variants()
+    assert len(compiled) > 100
+    assert {match[1] for name in names if (match := TEMPLATE.search(name))} == compiled
