@@ -18,6 +18,15 @@ except ImportError as error:
     raise pytest.UsageError(f"the benchmark needs an installed fastln: {error}") from error
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    """Interrupted, a run still writes the cells that it has measured: the one under way has no data, which
+    pytest-benchmark does not expect."""
+    if suite := getattr(session.config, "_benchmarksession", None):
+        suite.benchmarks = [benchmark for benchmark in suite.benchmarks if benchmark.stats.data]
+    return (yield)
+
+
 def pytest_benchmark_update_machine_info(config, machine_info):
     """The GPU and the versions in place of what identifies the host."""
     machine_info.clear()

@@ -14,6 +14,7 @@ The Python that runs it must have torch, pytest and pytest-benchmark; with liger
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -65,6 +66,9 @@ class Step:
 
 
 STEPS = ("tests", "report", "bench", "training", "memcheck", "racecheck")
+
+#: Seconds that a step has between the interruption and the end.
+GRACE = 15
 
 #: How much of the end of a step's log to show, where that is much: tables.
 LINES = {"report": 90, "bench": 90, "layer_norm": 75, "backward": 90}
@@ -158,7 +162,8 @@ def find_sanitizer() -> str:
 
 
 def run(step: Step, folder: Path, out: Path, seconds: float) -> dict:
-    """Run one step with its output in a log, and kill it with all its children when the time is up."""
+    """Run one step with its output in a log; when the time is up, interrupt it, so that a benchmark writes down what it
+    has measured, and then kill it with all its children."""
     site = folder / "site"
     environment = os.environ | {
         "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),
@@ -186,6 +191,9 @@ def run(step: Step, folder: Path, out: Path, seconds: float) -> dict:
             status: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = "timeout"
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return {"step": step.name, "status": status, "seconds": round(time.monotonic() - start, 1)}

@@ -1,6 +1,10 @@
 """The benchmark's own arithmetic: its cells, what it calls right, the tables made of its results, and training runs."""
 
+import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -256,6 +260,35 @@ def test_table_fills_the_section_between_its_markers_and_nothing_else(tmp_path):
     assert page.read_text() == "above\n<!-- backward:begin -->\nnew\n<!-- backward:end -->\nbelow\n"
     with pytest.raises(SystemExit, match="none of the lines"):
         table.insert({"layer_norm": "new"}, page)
+
+
+INTERRUPTED = """
+import os, signal
+import pytest
+
+@pytest.mark.parametrize("cell", range(4))
+def test_cell(benchmark, cell):
+    benchmark.pedantic(lambda: cell < 2 or os.kill(os.getpid(), signal.SIGINT))
+"""
+
+
+def test_an_interrupted_run_keeps_what_it_has_measured(tmp_path):
+    for name in ("conftest.py", "machine.py"):
+        shutil.copy(BENCH / name, tmp_path)
+    (tmp_path / "test_cells.py").write_text(INTERRUPTED)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--benchmark-json=results.json",
+        "test_cells.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "KeyboardInterrupt" in done.stdout
+    rows = json.loads((tmp_path / "results.json").read_text())["benchmarks"]
+    assert [row["name"] for row in rows] == ["test_cell[0]", "test_cell[1]"]
 
 
 # ---------------------------------------------------------------------------------------------- training
