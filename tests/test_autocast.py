@@ -113,8 +113,8 @@ def test_layer_norm_fwd_follows_native_layer_norm():
 
 def test_the_op_takes_keywords_under_autocast():
     with FakeTensorMode(), autocast_for_cuda():
-        x = torch.empty(5, 33, dtype=torch.float16, device="cuda")
-        y = torch.ops.fastln.layer_norm(x, normalized_shape=[33], bias=x[0], eps=1e-3)
+        x, bias = (torch.empty(*shape, dtype=torch.float16, device="cuda") for shape in ((5, 33), (33,)))
+        y = torch.ops.fastln.layer_norm(x, normalized_shape=[33], bias=bias, eps=1e-3)
     assert y.dtype == torch.float32
 
 
