@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -285,7 +286,8 @@ def test_an_interrupted_run_keeps_what_it_has_measured(tmp_path):
         "--benchmark-json=results.json",
         "test_cells.py",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no part of xdist
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert "KeyboardInterrupt" in done.stdout
     rows = json.loads((tmp_path / "results.json").read_text())["benchmarks"]
     assert [row["name"] for row in rows] == ["test_cell[0]", "test_cell[1]"]
