@@ -16,8 +16,6 @@ namespace {
 
 using half = c10::Half;  // each operator rounds its result to half, as the GPU's half instructions do
 
-constexpr int kWarp = 32;
-
 template <typename Acc>
 Acc reciprocal_sqrt(Acc a) {
   return static_cast<Acc>(1.0f / std::sqrt(static_cast<float>(a)));

@@ -5,6 +5,7 @@
 
 namespace fastln {
 
+constexpr int kWarp = 32;  // threads
 constexpr int kMaxDevices = 128;
 
 struct DeviceFacts {

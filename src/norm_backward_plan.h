@@ -33,9 +33,7 @@ constexpr int backward_threads(int pieces, bool ragged, int major) {
 
 constexpr int kPortableCluster = 8;  // blocks that any device with clusters takes
 constexpr int kMaxCluster = 16;      // and some
-
-constexpr int kWarpThreads = 32;
-constexpr int kSlicePieces = 2;  // of 16 bytes a thread, where rows are cut into slices
+constexpr int kSlicePieces = 2;      // of 16 bytes a thread, where rows are cut into slices
 inline int64_t slice_cols(int64_t element_bytes) {
   return int64_t{kSlicePieces} * kBackwardThreads * 16 / element_bytes;
 }
@@ -107,13 +105,13 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
     if (row_pieces <= max_cluster * block_pieces) {
       out.pieces = pieces;
       out.cluster = static_cast<int32_t>((row_pieces + block_pieces - 1) / block_pieces);
-      out.threads = out.block = static_cast<int32_t>(
-          round_up((row_pieces + out.cluster * pieces - 1) / (out.cluster * pieces), kWarpThreads));
+      out.threads = out.block =
+          static_cast<int32_t>(round_up((row_pieces + out.cluster * pieces - 1) / (out.cluster * pieces), kWarp));
     }
     return out;
   }
   const auto threads_of = [&](int pieces) {
-    return group_of(std::max<int64_t>((row_pieces + pieces - 1) / pieces, !ragged ? 1 : pieces > 1 ? kWarpThreads : 4));
+    return group_of(std::max<int64_t>((row_pieces + pieces - 1) / pieces, !ragged ? 1 : pieces > 1 ? kWarp : 4));
   };
   const auto idle = [&](int pieces) {
     return 1.0 - static_cast<double>(row_pieces) / static_cast<double>(threads_of(pieces) * pieces);

@@ -140,15 +140,6 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
     for (int i = lane; i < units; i += kWarp) sum += arrived[which * units + i];
     return warp_sum(sum);
   };
-  // kAccess independent sums over the pieces, then pairwise.
-  const auto pairwise = [](Acc(&sum)[kAccess]) {
-#pragma unroll
-    for (int width = kAccess / 2; width > 0; width /= 2) {
-#pragma unroll
-      for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
-    }
-    return sum[0];
-  };
   const Acc per_col = p.per_col_as(Acc());
 
   for (int parity = 0; row < p.rows; row += step, parity ^= 1) {
@@ -159,7 +150,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
       held[j] = V{};
       if (inside(j)) held[j] = load_shared_vec<V>(slot + (j * kWarp + lane) * kMaxAccessBytes);
     }
-    Acc partial[kAccess];
+    Acc partial[kAccess];  // independent sums over the pieces, then added pairwise
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       Acc v[kAccess];
@@ -167,7 +158,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
 #pragma unroll
       for (int i = 0; i < kAccess; ++i) partial[i] = j == 0 ? v[i] : partial[i] + v[i];
     }
-    const Acc share = warp_sum(pairwise(partial));
+    const Acc share = warp_sum(pairwise_sum(partial));
     __syncwarp();
     fetch(row + step);  // into the slot, which every lane has read
     const Acc mean = mul(row_sum(share, 0, parity), per_col);
@@ -183,7 +174,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
       }
     }
     // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
-    const Acc variance = row_sum(warp_sum(mul(pairwise(partial), per_col)), 1, parity);
+    const Acc variance = row_sum(warp_sum(mul(pairwise_sum(partial), per_col)), 1, parity);
     const Acc rstd = reciprocal_sqrt(variance + p.eps_as(Acc()));
     if (unit == 0 && lane == 0 && p.mean) {
       static_cast<Acc*>(p.mean)[row] = mean;

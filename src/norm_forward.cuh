@@ -162,17 +162,8 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) unpack(kept[j], held[j]);
   }
-  // kAccess independent sums over the pieces, then pairwise.
-  const auto pairwise = [](Acc(&sum)[kAccess]) {
-#pragma unroll
-    for (int width = kAccess / 2; width > 0; width /= 2) {
-#pragma unroll
-      for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
-    }
-    return sum[0];
-  };
   const Acc per_col = p.per_col_as(Acc());
-  Acc sums[kAccess];
+  Acc sums[kAccess];  // independent ones over the pieces, then added pairwise
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
     Acc v[kAccess];
@@ -180,7 +171,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
 #pragma unroll
     for (int i = 0; i < kAccess; ++i) sums[i] = j == 0 ? v[i] : sums[i] + v[i];
   }
-  Acc sum = pairwise(sums);
+  Acc sum = pairwise_sum(sums);
   if constexpr (kShifted) sum += tail;
   const Acc mean = mul(group_sum<kKeep, 0>(sum, p.threads, block), per_col);
 #pragma unroll
@@ -195,7 +186,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
       if constexpr (kKeep) kept[j][i] = v[i];
     }
   }
-  Acc squares = pairwise(sums);
+  Acc squares = pairwise_sum(sums);
   if (has_tail) squares = fma(tail - mean, tail - mean, squares);
   // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
   const Acc variance = group_sum<kKeep, 1>(mul(squares, per_col), p.threads, block);

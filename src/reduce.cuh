@@ -6,10 +6,10 @@
 #include <type_traits>
 
 #include "arith.cuh"
+#include "device.h"
 
 namespace fastln {
 
-constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarp;
 
@@ -19,6 +19,17 @@ __device__ __forceinline__ Acc warp_sum(Acc v) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) v = add(v, __shfl_xor_sync(0xffffffffu, v, offset));
   return v;
+}
+
+// The sum of kN values, pairwise; overwrites them.
+template <typename Acc, int kN>
+__device__ __forceinline__ Acc pairwise_sum(Acc (&v)[kN]) {
+#pragma unroll
+  for (int width = kN / 2; width > 0; width /= 2) {
+#pragma unroll
+    for (int i = 0; i < width; ++i) v[i] += v[i + width];
+  }
+  return v[0];
 }
 
 // A value in shared memory by its 32-bit address. (From an array the compiler works the address out anew
