@@ -10,6 +10,8 @@ from figures import geometric_mean, shape_text
 
 #: torch's own, which everything is measured against.
 THEIRS = "F.layer_norm"
+#: What is compared with it. (Of the backward it is the op: see bwd_contenders.py.)
+OURS = "fastln.layer_norm"
 
 CellKey = tuple[str, int, int]  # dtype, rows, cols
 

@@ -7,15 +7,13 @@ import functools
 import contenders
 import torch
 import torch.nn.functional as F
-from cell_results import THEIRS
+from cell_results import OURS, THEIRS
 from lineup import Lineup
 from norm_cells import BF16, F16, F32, Cell
 
 import fastln
 from fastln import _compare
 from fastln._compare import Contender
-
-OURS = "fastln.layer_norm"
 
 #: What an output may be off by, over (1 + |reference|): two roundoffs of its dtype and some rounding of sums.
 TOLERANCE = {F16: 2e-3, BF16: 1.6e-2, F32: 1e-5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cell_results import (
+    OURS,
     THEIRS,
     CellKey,
     Result,
@@ -17,8 +18,6 @@ from cell_results import (
     ratio,
 )
 from figures import COPY, caption, geometric_mean, markdown, shape_text, us
-
-OURS = "fastln.layer_norm"
 
 #: Titles of the groups of cells in norm_cells.py.
 GROUPS = {

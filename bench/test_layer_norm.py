@@ -11,10 +11,10 @@ import contenders
 import norm_contenders
 import pytest
 import torch
-from cell_results import THEIRS
+from cell_results import OURS, THEIRS
 from harness import CLOCK, record_device_time
 from norm_cells import CELLS, F16, Cell
-from norm_contenders import LINEUP, OURS
+from norm_contenders import LINEUP
 
 from fastln import _compare, _timing
 

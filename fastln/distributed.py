@@ -71,9 +71,12 @@ def register() -> None:
         return per_row(arguments, 1, (0,), ["rows"])
 
     ops = torch.ops.fastln
-    rules = {ops.layer_norm: layer_norm, ops._layer_norm: layer_norm, ops.layer_norm_fwd: layer_norm_fwd}
-    if hasattr(ops, "layer_norm_bwd"):
-        rules[ops.layer_norm_bwd] = layer_norm_bwd
+    rules = {
+        ops.layer_norm: layer_norm,
+        ops._layer_norm: layer_norm,
+        ops.layer_norm_fwd: layer_norm_fwd,
+        ops.layer_norm_bwd: layer_norm_bwd,
+    }
     overloads = [(packet.default, rule) for packet, rule in rules.items()]
     for kernel in KERNELS:
         for packet in (kernel.op, kernel.twin):

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import two_ranks
 from fresh import process, python
-from needs import missing
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed")
 
@@ -55,8 +54,6 @@ def test_on_two_ranks(name, outcome, device):
     """What each check does stands in two_ranks.py."""
     if device.type == "cuda" and torch.cuda.device_count() < two_ranks.WORLD:
         pytest.skip("needs two CUDA devices")
-    if name == "layer_norm_fwd_and_bwd" and not hasattr(torch.ops.fastln, "layer_norm_bwd"):
-        missing("layer_norm_bwd")
     for rank, checks in enumerate(outcome(device.type)):
         assert checks[name] is None, f"rank {rank}: {checks[name]}"
 
