@@ -40,6 +40,7 @@ def variants(cols: int, dtype: torch.dtype) -> list[str]:
                 threads <= (1024 if pieces == 8 and cluster == 1 else 512)
                 and used > 0.6
                 and (cluster == 1 or threads >= 64)
+                and (threads >= 32 or pieces <= 3)
             ):
                 found.append(f"pieces={pieces},threads={threads},cluster={cluster}")
     return found

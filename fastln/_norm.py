@@ -152,7 +152,9 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
     whole_warps = threads % 32 == 0 and 32 <= threads <= most
     if cluster > 1:
         return cluster in (2, 4, 8) and pieces == 8 and whole_warps
-    return cluster == 1 and pieces in (2, 3, 4, 8) and (whole_warps or threads in (1, 2, 4, 8, 16))
+    if threads in (1, 2, 4, 8, 16):
+        return cluster == 1 and pieces in (2, 3)
+    return cluster == 1 and pieces in (2, 3, 4, 8) and whole_warps
 
 
 # ------------------------------------------------------------------------------------------- autograd

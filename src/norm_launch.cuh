@@ -17,27 +17,18 @@
 namespace fastln {
 
 // Launches `kernel` over all rows, as many times as the limit of 2^31 - 1 blocks a grid asks for.
-// `shared_bytes` are dynamic shared memory for each row of a block.
 template <typename Elem>
-cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_bytes, bool has_dependent_launch,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, bool has_dependent_launch, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   const bool whole_block = p.threads > kWarp;
   const int64_t rows_a_block = whole_block ? 1 : kSmallGroupBlock / p.threads;
   const int64_t most_rows = INT_MAX * rows_a_block;
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(whole_block ? p.threads : kSmallGroupBlock);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes * rows_a_block);
   config.stream = stream;
   cudaLaunchAttribute attribute = dependent_launch();
   config.attrs = &attribute;
   config.numAttrs = has_dependent_launch ? 1 : 0;
-  if (config.dynamicSmemBytes > 48 * 1024) {  // what a kernel may have without asking
-    const cudaError_t err =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(config.dynamicSmemBytes));
-    if (err != cudaSuccess) return err;
-  }
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     p.rows = std::min(left, most_rows);
     config.gridDim = dim3(static_cast<unsigned>((p.rows + rows_a_block - 1) / rows_a_block));
@@ -53,18 +44,29 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t shared_byt
   return cudaSuccess;
 }
 
-// Every compiled variant of norm_forward. Weight and bias come late with 8 pieces, where registers are
-// short, and with 4 on tensors past L2 (8192x8192 float16 on an H200: 67.9 us, early 89); early is what
-// few rows want (1x8192: 2.8 us, late 3.3). When they come does not change what is computed.
-template <typename Elem, typename Param, Rows16 kRows>
-void (*find_forward(int pieces, bool past_l2))(NormRows) {
-  switch (pieces) {
-    case 2: return norm_forward<Elem, Param, 2, true, kRows>;
-    case 3: return norm_forward<Elem, Param, 3, true, kRows>;
-    case 4: return past_l2 ? norm_forward<Elem, Param, 4, false, kRows> : norm_forward<Elem, Param, 4, true, kRows>;
-    case 8: return norm_forward<Elem, Param, 8, false, kRows>;
-    default: return nullptr;
+// Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
+template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
+
+// Every compiled variant of norm_forward: kWarps for groups of whole warps, `late` as fetches_late() has it; with 8 pieces,
+// where registers are short, weight and bias are always fetched late.
+template <typename Elem, typename Param, Rows kRows, bool kWarps>
+void (*find_forward(int pieces, bool late))(NormRows) {
+  const auto either = [&](auto count) {
+    constexpr int kPieces = decltype(count)::value;
+    if constexpr (kWarps && (kPieces > 2 || kMayFetchTwoLate<sizeof(Elem)>)) {
+      if (late) return &norm_forward<Elem, Param, kPieces, false, kRows, kWarps>;
+    }
+    return &norm_forward<Elem, Param, kPieces, true, kRows, kWarps>;
+  };
+  if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
+    if (pieces == 2) return either(std::integral_constant<int, 2>());
+    if (pieces == 3) return either(std::integral_constant<int, 3>());
   }
+  if constexpr (kWarps) {
+    if (pieces == 4) return either(std::integral_constant<int, 4>());
+    if (pieces == 8) return norm_forward<Elem, Param, 8, false, kRows, kWarps>;
+  }
+  return nullptr;
 }
 
 // Whether each row of x and y, and the parameters, begin at multiples of 16 bytes.
@@ -73,6 +75,13 @@ bool rows_are_whole(const NormRows& p) {
   constexpr int64_t kBytes = sizeof(Elem);
   return rows_are_aligned(p.x, p.rows, p.x_stride * kBytes) && is_aligned(p.y) &&
          p.cols * kBytes % kMaxAccessBytes == 0;
+}
+
+// Whether they are added up as words, which follows from their length alone.
+template <typename Elem>
+bool rows_are_words(int64_t cols, const Plan& plan) {
+  return cols * static_cast<int64_t>(sizeof(Elem)) % kMaxAccessBytes != 0 && cols % kWordElements<Elem> == 0 &&
+         (kTakesWordsInPart<Elem> || plan.threads >= kWarp);
 }
 
 // The kernel, which may then be launched with as much shared memory as a block can have; and how many clusters of
@@ -173,11 +182,20 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     if (plan.pieces == kClusterPieces && rows_are_whole<Elem>(p)) err = launch_cluster<Elem, Param>(p, device, s);
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
-    const bool shifted = !rows_are_whole<Elem>(p);
-    void (*kernel)(NormRows) = shifted ? find_forward<Elem, Param, Rows16::kShifted>(plan.pieces, past_l2)
-                                       : find_forward<Elem, Param, Rows16::kWhole>(plan.pieces, past_l2);
-    const int64_t shared_bytes = shifted ? shifted_elements<Elem>(p.cols) * static_cast<int64_t>(sizeof(Elem)) : 0;
-    if (kernel) err = launch_rows<Elem>(kernel, p, shared_bytes, device.major >= 9, s);
+    const bool late = fetches_late(plan, p.cols, sizeof(Elem), past_l2);
+    const bool whole = rows_are_whole<Elem>(p), words = !whole && rows_are_words<Elem>(p.cols, plan);
+    // Whole rows of a warp with 2 pieces a lane are better off without the fixed number of lanes if they fit L2
+    // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
+    const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
+    const auto find = [&](auto rows) {
+      constexpr Rows kRows = decltype(rows)::value;
+      return warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, late)
+                   : find_forward<Elem, Param, kRows, false>(plan.pieces, late);
+    };
+    void (*kernel)(NormRows) = whole   ? find(std::integral_constant<Rows, Rows::kWhole>())
+                               : words ? find(std::integral_constant<Rows, Rows::kWords>())
+                                       : find(std::integral_constant<Rows, Rows::kShifted>());
+    if (kernel) err = launch_rows<Elem>(kernel, p, device.major >= 9, s);
   }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again

@@ -18,7 +18,7 @@ __device__ __forceinline__ int granule_offset(const T* p) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % kAccess);
 }
 
-// Elements [offset, offset + kN) of lo followed by hi; 0 <= offset < kN, the same for a whole row.
+// Elements [offset, offset + kN) of lo followed by hi; 0 <= offset <= kN, the same for a whole row.
 template <typename T, int kN>
 __device__ __forceinline__ Vec<T, kN> shift(const Vec<T, kN>& lo, const Vec<T, kN>& hi, int offset) {
   constexpr int kWords = Vec<T, kN>::kRegisters;
@@ -31,7 +31,8 @@ __device__ __forceinline__ Vec<T, kN> shift(const Vec<T, kN>& lo, const Vec<T, k
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       constexpr int kFirst = decltype(first)::value;
-      if constexpr (sizeof(T) < 4) out.bits[i] = __funnelshift_r(word[kFirst + i], word[kFirst + i + 1], bytes % 4 * 8);
+      if constexpr (sizeof(T) < 4 && kFirst < kWords)
+        out.bits[i] = __funnelshift_r(word[kFirst + i], word[kFirst + i + 1], bytes % 4 * 8);
       else out.bits[i] = word[kFirst + i];
     }
   };
@@ -40,7 +41,8 @@ __device__ __forceinline__ Vec<T, kN> shift(const Vec<T, kN>& lo, const Vec<T, k
     case 0: from_word(std::integral_constant<int, 0>{}); break;
     case 1: from_word(std::integral_constant<int, 1>{}); break;
     case 2: from_word(std::integral_constant<int, 2>{}); break;
-    default: from_word(std::integral_constant<int, 3>{}); break;
+    case 3: from_word(std::integral_constant<int, 3>{}); break;
+    default: from_word(std::integral_constant<int, 4>{}); break;
   }
   return out;
 }
@@ -72,22 +74,50 @@ __device__ __forceinline__ void copy_granule(uint32_t shared, const T* p, const 
   }
 }
 
-// Writes a row whose columns lie in shared memory, from a granule on, to `y`, by the threads of a group:
-// whole granules, and single elements at the row's two ends.
-template <typename T>
-__device__ __forceinline__ void store_shifted(T* y, const T* shared, int cols, int t, int threads) {
-  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(T));
-  const int head = min((kAccess - granule_offset(y)) % kAccess, cols);  // columns before the first whole granule
-  const int tail = head + (cols - head) / kAccess * kAccess;            // and from the end of the last one on
-  for (int col = head + t * kAccess; col < tail; col += threads * kAccess) {
-    Vec<T, kAccess> lo, hi{};
-    load_vec(lo, shared + col - head);
-    if (head != 0) load_vec(hi, shared + col - head + kAccess);
-    store_vec(y + col, shift(lo, hi, head));
+// The vector of lane `lane` (modulo `lanes`) of the caller's part of the warp, which is `lanes` lanes, a power of two.
+// All lanes of the warp must call it.
+template <typename T, int kN>
+__device__ __forceinline__ Vec<T, kN> from_lane(Vec<T, kN> v, int lane, int lanes) {
+#pragma unroll
+  for (int i = 0; i < Vec<T, kN>::kRegisters; ++i) v.bits[i] = __shfl_sync(0xffffffffu, v.bits[i], lane, lanes);
+  return v;
+}
+
+// Elements [from, end) of a granule, 0 < from, in at most three stores.
+template <typename T, int kN>
+__device__ __forceinline__ void store_from(T* granule, const Vec<T, kN>& v, int from) {
+  const int byte = from * static_cast<int>(sizeof(T));
+  char* to = reinterpret_cast<char*>(granule);
+  if (byte <= 8) *reinterpret_cast<uint2*>(to + 8) = make_uint2(v.bits[2], v.bits[3]);
+  if constexpr (sizeof(T) <= 4) {
+    const auto half = [&](int at, uint32_t low, uint32_t high) {  // of the granule, in which `byte` lies
+      if (byte <= at + 4) *reinterpret_cast<uint32_t*>(to + at + 4) = high;
+      if constexpr (sizeof(T) == 2) {
+        if (byte == at + 2) *reinterpret_cast<uint16_t*>(to + at + 2) = static_cast<uint16_t>(low >> 16);
+        if (byte == at + 6) *reinterpret_cast<uint16_t*>(to + at + 6) = static_cast<uint16_t>(high >> 16);
+      }
+    };
+    if (byte < 8) half(0, v.bits[0], v.bits[1]);
+    if (byte > 8) half(8, v.bits[2], v.bits[3]);
   }
-  for (int i = t; i < kAccess; i += threads) {
-    if (i < head) y[i] = shared[i];
-    if (i < cols - tail) y[tail + i] = shared[tail + i];
+}
+
+// Elements [0, until) of a granule, until < kN, in at most three stores.
+template <typename T, int kN>
+__device__ __forceinline__ void store_until(T* granule, const Vec<T, kN>& v, int until) {
+  const int byte = until * static_cast<int>(sizeof(T));
+  char* to = reinterpret_cast<char*>(granule);
+  if (byte >= 8) *reinterpret_cast<uint2*>(to) = make_uint2(v.bits[0], v.bits[1]);
+  if constexpr (sizeof(T) <= 4) {
+    const auto half = [&](int at, uint32_t low, uint32_t high) {  // of the granule, in which `byte` lies
+      if (byte >= at + 4) *reinterpret_cast<uint32_t*>(to + at) = low;
+      if constexpr (sizeof(T) == 2) {
+        if (byte == at + 2) *reinterpret_cast<uint16_t*>(to + at) = static_cast<uint16_t>(low);
+        if (byte == at + 6) *reinterpret_cast<uint16_t*>(to + at + 4) = static_cast<uint16_t>(high);
+      }
+    };
+    if (byte < 8) half(0, v.bits[0], v.bits[1]);
+    if (byte > 8) half(8, v.bits[2], v.bits[3]);
   }
 }
 

@@ -31,10 +31,15 @@ struct Tuning {
   int cluster;
 };
 constexpr Tuning kTuning[] = {
-    // 32768x768: 32x3 1.03, 32x4 1.09, 64x2 1.26. 32768x256: 16x2 1.10, 8x4 1.12, 32x1 1.29.
-    // 32768x1152: 64x3 1.15, 96x2 1.24. float32 32768x768: 64x3 1.00, 96x2 1.04.
-    // 4096x1024: 64x2 1.15, 32x4 1.15, 128x1 1.33. 4096x2048: 128x2 1.13, 64x4 1.17, 256x1 1.40.
-    {256, 512, {2, 3}, 1},
+    // 32768x256: 16x2 1.02, 8x4 1.06, 32x1 1.29. 131072x512: 32x2 0.98, 16x4 0.98; 16x512: 32x2 1.22, 16x4 1.34.
+    {64, 512, {2, 3}, 1},
+    // 4096x1024: 32x4 1.11, 64x2 1.14, 16x8 1.27. 65536x1024: 32x4 0.99, 64x2 0.98. 32768x768: 32x3 0.98, 32x4 1.03,
+    // 64x2 1.15. 65536x640: 32x3 1.01, 32x4 1.06, 64x2 1.31.
+    {128, 512, {4, 3}, 1},
+    // 32768x1152: 64x3 1.03, 64x4 1.21. 32768x1536: 64x3 0.98, 96x2 0.99. float32 32768x768: 64x3 0.97, 96x2 0.98.
+    {192, 512, {3, 2}, 1},
+    // 4096x2048: 128x2 1.07, 64x4 1.07; 16x2048: 128x2 1.31, 64x4 1.42. 32768x1600: 64x4 1.00, 96x3 1.05, 128x2 1.10.
+    {256, 512, {2, 4}, 1},
     // 8192x8192: 256x4 1.06, 128x8 1.07, 512x2 1.34. 16384x5120: 160x4 1.03, 320x2 1.22, 96x8 1.06.
     // 4096x4096: 128x4 1.13, 256x2 1.16 (and at 16 rows 256x2 is 7 % ahead). 2048x16384: 512x4 1.14, 256x8 1.16.
     {2048, 512, {4, 3}, 1},
@@ -75,7 +80,7 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
     out.pieces = row.pieces[0];
     if (const int other = row.pieces[1]; other != 0) {
       const double gain = idle(out.pieces) - idle(other);
-      if ((gain > 0 && idle(out.pieces) > 0.125) || (gain == 0 && other > out.pieces)) out.pieces = other;
+      if (idle(out.pieces) > 0.125 && (gain > 0 || (gain == 0 && other > out.pieces))) out.pieces = other;
     }
     const int64_t wanted = (row_pieces + out.pieces - 1) / out.pieces;
     if (row.cluster > 1) {
@@ -90,6 +95,23 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
     return out;
   }
   return Plan{};
+}
+
+// Whether weight and bias are fetched after the reductions, for rows that norm_forward takes whole. Early, the
+// reductions hide their latency, which is what few rows want (1x8192: 2.1 us, late 2.8). Past L2 other blocks hide it,
+// and the registers they take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04, 0.98)
+// except where few are held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32 16384x2048:
+// 0.98, 1.00), and all loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
+// It changes no bit.
+template <int kElementBytes> constexpr bool kMayFetchTwoLate = kElementBytes == 2;  // with 2 pieces
+inline bool fetches_late(const Plan& plan, int64_t cols, int element_bytes, bool past_l2) {
+  if (!past_l2) return false;
+  const bool full = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
+  switch (plan.pieces) {
+    case 2: return element_bytes == 2 && plan.threads > 32;
+    case 3: return !full;
+    default: return element_bytes == 2 || !full || plan.threads > 128;
+  }
 }
 
 }  // namespace fastln

@@ -152,6 +152,27 @@ __device__ __forceinline__ void store_one(T* p, AccOf<T> value) {
   store_vec(p, v);
 }
 
+// Elements of a word, which are neighbours that one access of at least 4 bytes moves.
+template <typename T> constexpr int kWordElements = sizeof(T) < 4 ? 4 / static_cast<int>(sizeof(T)) : 1;
+
+template <typename T>
+__device__ __forceinline__ bool is_aligned_word(const T* p) {
+  return sizeof(T) >= 4 || reinterpret_cast<uintptr_t>(p) % 4 == 0;
+}
+
+// A word that lies at no multiple of its size, as two elements.
+template <typename T, int kN>
+__device__ __forceinline__ void load_split(Vec<T, kN>& v, const T* p) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) set_item(v, i, p[i]);
+}
+
+template <typename T, int kN>
+__device__ __forceinline__ void store_split(T* p, const Vec<T, kN>& v) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) p[i] = get_item(v, i);
+}
+
 // kN times the same small integer.
 template <typename T, int kN>
 __device__ __forceinline__ Vec<T, kN> splat(int value) {

@@ -1,5 +1,6 @@
 """fastln.layer_norm where only a GPU has a say: streams, graphs, several devices, and which kernels run."""
 
+import itertools
 import math
 import re
 import shutil
@@ -16,8 +17,8 @@ import fastln
 
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
-# In float16: part of a warp, shifted and whole, warps, a block, the same with more than 48 KB of shared memory,
-# clusters of several rows a block and of fewer, a row in chunks.
+# In float16: part of a warp, shifted and whole, a warp, a block, as many threads as shifted rows may have, clusters
+# of several rows a block and of fewer, a row in chunks.
 WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 70001)
 
 
@@ -173,18 +174,23 @@ def compiled_variants():
 
 
 def call_every_variant():
-    """Every way to a kernel: dtypes of input and parameters, pieces, alignment, tensors within and past the L2."""
+    """Every way to a kernel: dtypes of input and parameters, pieces, threads, alignment, within and past the L2."""
     pairs = [(d, d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
     pairs += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
+    plans = {16: ("pieces=2,threads=8", "pieces=3,threads=8")}  # by pieces in the row
+    plans[128] = *(f"pieces={n},threads=64" for n in (2, 3, 4, 8)), "pieces=8,threads=32,cluster=2", "split"
     for dtype, param in pairs:
-        cols = whole_cols(dtype, 128)
-        for rows in (2, past_l2_rows(cols, dtype)):
-            x = torch.zeros(rows, cols, dtype=dtype, device="cuda")
-            weight, bias = torch.ones(2, cols, dtype=param, device="cuda")
-            for plan in (*(f"pieces={n},threads=64" for n in (2, 3, 4, 8)), "pieces=8,threads=32,cluster=2", "split"):
-                with forced(plan):
-                    fastln.layer_norm(x, [cols], weight, bias)
-                    fastln.layer_norm(x[:, 1:], [cols - 1], weight[1:], bias[1:])
+        for pieces, texts in plans.items():
+            cols = whole_cols(dtype, pieces)
+            for rows in (2, past_l2_rows(cols, dtype)):
+                x = torch.zeros(rows, cols + 1, dtype=dtype, device="cuda")
+                weight, bias = torch.ones(2, cols, dtype=param, device="cuda")
+                # Whole rows, rows of whole pieces that begin anywhere, words, and what are no words if 16-bit.
+                forms = (x[:, :cols].contiguous(), x[:, 1:], x[:, : cols - 2], x[:, : cols - 1])
+                for plan, form in itertools.product(texts, forms):
+                    k = form.shape[1]
+                    with forced(plan):
+                        fastln.layer_norm(form, [k], weight[:k], bias[:k])
 
 
 def test_every_compiled_variant_is_reached(cuda):
