@@ -44,8 +44,9 @@ constexpr bool kFourFit40 = true;
 // Whether the unpacked values stay in registers between the passes; otherwise they are unpacked anew in each, which
 // costs up to 3 instructions an element but leaves the registers to other warps.
 template <typename Elem, int kPieces, bool kEarly, Rows kRows>
-constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows != Rows::kShifted && kPieces <= 3 && kEarly)
-                                               : (kPieces == 2 && kEarly) || (kPieces == 4 && kEarly && kRows == Rows::kWhole);
+constexpr bool kKeepsValues = sizeof(Elem) > 2
+                                  ? (kRows != Rows::kShifted && kPieces <= 3 && kEarly)
+                                  : (kPieces == 2 && kEarly) || (kPieces == 4 && kEarly && kRows == Rows::kWhole);
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
 // uses to unpack earlier, which is worth less than another block. (On an H200: 32768x1152 float16 with 2 pieces
@@ -86,7 +87,10 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 }
 
 // kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
-// other blocks hide it anyway, the registers they take cost more than that gains; see find_forward().
+// other blocks hide it anyway, the registers they take cost more than that gains; see fetches_late().
+//
+// kWarps: the group is whole warps, so that accesses lie apart by constants. Whether it is one warp or a block is asked at
+// run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows kRows, bool kWarps>
 __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRows>())) norm_forward(const NormRows p) {
   using Acc = AccOf<Elem>;

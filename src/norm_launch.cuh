@@ -182,7 +182,7 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     if (plan.pieces == kClusterPieces && rows_are_whole<Elem>(p)) err = launch_cluster<Elem, Param>(p, device, s);
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
-    const bool late = fetches_late(plan, p.cols, sizeof(Elem), past_l2);
+    const bool late = fetches_late(plan, p.rows, p.cols, sizeof(Elem), past_l2, device.sms);
     const bool whole = rows_are_whole<Elem>(p), words = !whole && rows_are_words<Elem>(p.cols, plan);
     // Whole rows of a warp with 2 pieces a lane are better off without the fixed number of lanes if they fit L2
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).

@@ -21,7 +21,7 @@ constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several r
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
 // Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
-// max_threads of theirs; only rows of whole pieces do, on GPUs that have clusters.
+// max_threads of theirs, on GPUs that have clusters. `whole`: only rows of whole pieces.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
@@ -29,13 +29,14 @@ struct Tuning {
   int max_threads;
   int pieces[2];
   int cluster;
+  bool whole = false;
 };
 constexpr Tuning kTuning[] = {
     // 32768x256: 16x2 1.02, 8x4 1.06, 32x1 1.29. 131072x512: 32x2 0.98, 16x4 0.98; 16x512: 32x2 1.22, 16x4 1.34.
     {64, 512, {2, 3}, 1},
     // 4096x1024: 32x4 1.11, 64x2 1.14, 16x8 1.27. 65536x1024: 32x4 0.99, 64x2 0.98. 32768x768: 32x3 0.98, 32x4 1.03,
-    // 64x2 1.15. 65536x640: 32x3 1.01, 32x4 1.06, 64x2 1.31.
-    {128, 512, {4, 3}, 1},
+    // 64x2 1.15. 65536x640: 32x3 1.01, 32x4 1.06, 64x2 1.31. (4096x1025: 64x2 1.59, 32x4 1.75.)
+    {128, 512, {4, 3}, 1, true},
     // 32768x1152: 64x3 1.03, 64x4 1.21. 32768x1536: 64x3 0.98, 96x2 0.99. float32 32768x768: 64x3 0.97, 96x2 0.98.
     {192, 512, {3, 2}, 1},
     // 4096x2048: 128x2 1.07, 64x4 1.07; 16x2048: 128x2 1.31, 64x4 1.42. 32768x1600: 64x4 1.00, 96x3 1.05, 128x2 1.10.
@@ -47,7 +48,7 @@ constexpr Tuning kTuning[] = {
     {4096, 512, {8, 0}, 1},
     // 512x65536: eight blocks of 128x8 1.15, 1024x8 1.42. 512x131072: eight of 256x8 1.12, four of 512x8 1.15.
     // float32 1024x20480: eight of 96x8 1.11, 640x8 1.28.
-    {8 * 4096, 128, {8, 0}, 8},
+    {8 * 4096, 128, {8, 0}, 8, true},
     // Without clusters.
     {8192, 1024, {8, 0}, 1},
 };
@@ -70,7 +71,7 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
-    if (row_pieces > row.max_row || (row.cluster > 1 && (shifted || !has_clusters))) continue;
+    if (row_pieces > row.max_row || (row.whole && shifted) || (row.cluster > 1 && !has_clusters)) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
       return 1.0 - static_cast<double>(row_pieces) /
@@ -102,16 +103,26 @@ inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_b
 // and the registers they take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04, 0.98)
 // except where few are held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32 16384x2048:
 // 0.98, 1.00), and all loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
+//
+// Within L2 late gains once there are more rows than stay resident with the registers that early takes (1024x8192: early
+// 13.6 us, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4), where a row has many threads or, if up to 128, unless
+// half a wave of late ones were left over (1056x4096 6.6, 6.1, but 2112x4096 11.1, 12.3).
+//
 // It changes no bit.
 template <int kElementBytes> constexpr bool kMayFetchTwoLate = kElementBytes == 2;  // with 2 pieces
-inline bool fetches_late(const Plan& plan, int64_t cols, int element_bytes, bool past_l2) {
-  if (!past_l2) return false;
-  const bool full = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
-  switch (plan.pieces) {
-    case 2: return element_bytes == 2 && plan.threads > 32;
-    case 3: return !full;
-    default: return element_bytes == 2 || !full || plan.threads > 128;
+inline bool fetches_late(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool past_l2, int sms) {
+  if (past_l2) {
+    const bool full = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
+    switch (plan.pieces) {
+      case 2: return element_bytes == 2 && plan.threads > 32;
+      case 3: return !full;
+      default: return element_bytes == 2 || !full || plan.threads > 128;
+    }
   }
+  if (plan.pieces != 4 || rows * plan.threads <= int64_t{640} * sms) return false;
+  if (element_bytes > 2) return plan.threads > 256;
+  const int64_t wave = int64_t{65536 / 40} / plan.threads * sms;  // of late ones, which take 40 registers a thread
+  return plan.threads > 128 || (plan.threads >= 96 && (rows <= wave || 2 * rows > 3 * wave));
 }
 
 }  // namespace fastln
