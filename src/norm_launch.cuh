@@ -93,6 +93,8 @@ cudaError_t resident_clusters(int cluster, const DeviceFacts& device, int* out) 
   config.numAttrs = 1;
   cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(device.shared_bytes_block));
+  if (err == cudaSuccess && cluster > kPortableCluster)
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (err == cudaSuccess) err = cudaOccupancyMaxActiveClusters(out, kernel, &config);
   if (err != cudaSuccess) return err;
   *out = std::max(*out, 1);  // the launch will say why none fits

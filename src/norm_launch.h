@@ -25,7 +25,9 @@ const char* norm_forward_bf16_f32(const NormRows&, const Plan&, const DeviceFact
 const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
-// Blocks of a cluster that plan_backward() may plan with on the current device, which the facts are of.
+// Blocks of a cluster that plan() and plan_backward() may plan with on the current device, which the facts are of; 1
+// for no clusters.
+int forward_max_cluster(const DeviceFacts& device);
 int backward_max_cluster(const DeviceFacts& device);
 
 // The backward, likewise. `workspace` holds backward_workspace_bytes() (norm_backward_plan.h) bytes, 16-byte aligned,

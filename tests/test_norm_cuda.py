@@ -17,8 +17,8 @@ import fastln
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
 # In float16: part of a warp, shifted and whole, warps, a block, the same with more than 48 KB of shared memory,
-# clusters of several rows a block and of fewer, a row in chunks.
-WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 70001)
+# clusters of several rows a block, of fewer, and of 16 blocks, a row in chunks, shifted and whole.
+WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 300000, 70001, 540672)
 
 
 def apart(x):

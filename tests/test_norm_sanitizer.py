@@ -53,7 +53,7 @@ def test_case_27_no_access_past_the_end_in_any_variant(pieces, threads, device):
 
 
 @pytest.mark.no_racecheck
-@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("cluster", [2, 4, 8, 16])
 def test_case_27_no_access_past_the_end_in_a_cluster(cluster, device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
         pytest.skip("needs thread block clusters")
