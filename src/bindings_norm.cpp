@@ -90,7 +90,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
 
   OptionalTensor workspace;
   if (how.pieces == 0) {
-    const int64_t values = split_workspace_values(rows.rows, cols);
+    const int64_t values = split_workspace_values(rows.rows, cols, static_cast<int64_t>(input.element_size()));
     workspace = empty_contiguous({&values, 1}, stats_type(input), input);
   }
   const char* error = launcher(input.scalar_type(), type)(

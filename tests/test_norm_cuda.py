@@ -167,7 +167,7 @@ def compiled_variants():
     if shutil.which("c++filt") is None:
         missing("c++filt")
     library = Path(fastln.__file__).with_name("libfastln.so").read_bytes()
-    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_cluster|split_[a-z]+)I\w+", library))
+    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_cluster|split_[a-z_]+)I\w+", library))
     plain = subprocess.run(["c++filt"], input=b"\n".join(mangled), capture_output=True, check=True).stdout.decode()
     return {match[1] for line in plain.splitlines() if (match := TEMPLATE.match(line.removeprefix("void ")))}
 
