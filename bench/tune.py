@@ -32,7 +32,7 @@ def variants(cols: int, dtype: torch.dtype) -> list[str]:
     accesses = -(-cols * dtype.itemsize // 16)
     found = []
     for pieces in PIECES:
-        clusters = (1, 2, 4, 8) if pieces == 8 and cols >= 32768 and cols * dtype.itemsize % 16 == 0 else (1,)
+        clusters = (1, 2, 4, 8, 16) if pieces == 8 and cols >= 32768 and cols * dtype.itemsize % 16 == 0 else (1,)
         for cluster in clusters:
             threads = group_of(-(-accesses // (pieces * cluster)))
             used = accesses / (pieces * cluster * threads)

@@ -99,7 +99,13 @@ class Plan:
     cluster: int
 
 
-def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True, wide_blocks: bool = True) -> Plan:
+def plan(
+    cols: int,
+    dtype: torch.dtype = torch.float16,
+    clusters: bool = True,
+    wide_blocks: bool = True,
+    wide_clusters: bool = True,
+) -> Plan:
     """The variant that ``layer_norm`` picks for rows of ``cols`` elements.
 
     It depends on nothing else, so a row's result is the same in every batch.
@@ -109,6 +115,8 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True, w
         dtype: dtype of the input.
         clusters: Whether the GPU has thread block clusters (compute capability 9.0 and later).
         wide_blocks: Whether it runs blocks of 1024 threads for long rows (compute capability before 10.0).
+        wide_clusters: Whether its clusters may have 16 blocks, as they may on an H200; on a part of a GPU, or on one
+            with fewer than 16 multiprocessors side by side, they have at most 8.
 
     Raises:
         ValueError: ``cols`` is less than 1, or ``dtype`` is none that ``layer_norm`` takes.
@@ -118,7 +126,8 @@ def plan(cols: int, dtype: torch.dtype = torch.float16, clusters: bool = True, w
     if dtype not in FLOATING:
         raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
     values = (ctypes.c_int32 * 3)()
-    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, clusters, wide_blocks, values)
+    max_cluster = 1 if not clusters else 16 if wide_clusters else 8
+    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, max_cluster, wide_blocks, values)
     return Plan(*values)
 
 
@@ -151,7 +160,7 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
     most = 1024 if pieces == 8 and cluster == 1 else 512
     whole_warps = threads % 32 == 0 and 32 <= threads <= most
     if cluster > 1:
-        return cluster in (2, 4, 8) and pieces == 8 and whole_warps
+        return cluster in (2, 4, 8, 16) and pieces == 8 and whole_warps
     if threads in (1, 2, 4, 8, 16):
         return cluster == 1 and pieces in (2, 3)
     return cluster == 1 and pieces in (2, 3, 4, 8) and whole_warps

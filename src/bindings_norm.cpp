@@ -30,13 +30,13 @@ std::vector<int64_t> stats_sizes(const Tensor& input, size_t row_dims) {
 // A plan to use instead of plan()'s wherever it can hold the row, for tests and tuning.
 std::optional<Plan> forced_plan;
 
-Plan plan_for(int64_t cols, int element_bytes, bool has_clusters, bool wide_blocks) {
-  const Plan own = plan(cols, element_bytes, has_clusters, wide_blocks);
+Plan plan_for(int64_t cols, int element_bytes, int max_cluster, bool wide_blocks) {
+  const Plan own = plan(cols, element_bytes, max_cluster, wide_blocks);
   if (!forced_plan) return own;
   const Plan forced = *forced_plan;
   const bool shifted = cols * element_bytes % 16 != 0;
   const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster >= cols * element_bytes / 16;
-  const bool fits = wide_blocks || forced.threads <= 512;
+  const bool fits = (wide_blocks || forced.threads <= 512) && forced.cluster <= max_cluster;
   const bool runs = !shifted || (forced.cluster == 1 && forced.threads <= kShiftedMaxThreads &&
                                  forced.threads >= cols * element_bytes % 16 / element_bytes);
   return forced.pieces == 0 || (holds && fits && runs) ? forced : own;
@@ -63,7 +63,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   const CurrentDevice current(device);
   const DeviceFacts& facts = device_facts(device);
 
-  const Plan how = plan_for(cols, static_cast<int>(input.element_size()), facts.major >= 9, facts.major < 10);
+  const Plan how = plan_for(cols, static_cast<int>(input.element_size()), forward_max_cluster(facts), facts.major < 10);
   // The copies, if any, outlive the launch call.
   auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);
@@ -90,7 +90,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
 
   OptionalTensor workspace;
   if (how.pieces == 0) {
-    const int64_t values = split_workspace_values(rows.rows, cols);
+    const int64_t values = split_workspace_values(rows.rows, cols, static_cast<int64_t>(input.element_size()));
     workspace = empty_contiguous({&values, 1}, stats_type(input), input);
   }
   const char* error = launcher(input.scalar_type(), type)(
@@ -200,9 +200,9 @@ STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm", TORCH_BOX(
 }  // namespace
 
 // For fastln.plan(): writes pieces, threads and cluster for rows of `cols` elements.
-extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols, int element_bytes, int has_clusters,
+extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols, int element_bytes, int max_cluster,
                                                                    int wide_blocks, int32_t* out) {
-  const Plan how = plan_for(cols, element_bytes, has_clusters != 0, wide_blocks != 0);
+  const Plan how = plan_for(cols, element_bytes, max_cluster, wide_blocks != 0);
   const int32_t values[] = {how.pieces, how.threads, how.cluster};
   std::copy(std::begin(values), std::end(values), out);
 }

@@ -29,9 +29,8 @@ bool takes_cluster(int blocks, const DeviceFacts& device) {
 
 }  // namespace
 
-int backward_max_cluster(const DeviceFacts& device) {
-  // Two rows' stages of a cluster's block take 128 KB.
-  if (device.major < 9 || device.shared_bytes_block < 160 * 1024) return 1;
+int forward_max_cluster(const DeviceFacts& device) {
+  if (device.major < 9) return 1;
   static std::array<std::atomic<int>, kMaxDevices> known{};
   int most = known[device.index].load(std::memory_order_relaxed);
   if (most == 0) {
@@ -39,6 +38,11 @@ int backward_max_cluster(const DeviceFacts& device) {
     known[device.index].store(most, std::memory_order_relaxed);
   }
   return most;
+}
+
+int backward_max_cluster(const DeviceFacts& device) {
+  // Two rows' stages of a cluster's block take 128 KB.
+  return device.shared_bytes_block < 160 * 1024 ? 1 : forward_max_cluster(device);
 }
 
 }  // namespace fastln

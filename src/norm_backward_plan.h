@@ -31,9 +31,7 @@ constexpr int backward_threads(int pieces, bool ragged, int major) {
   return pieces < short_of ? kBackwardThreads : pieces == 3 ? 384 : 256;
 }
 
-constexpr int kPortableCluster = 8;  // blocks that any device with clusters takes
-constexpr int kMaxCluster = 16;      // and some
-constexpr int kSlicePieces = 2;      // of 16 bytes a thread, where rows are cut into slices
+constexpr int kSlicePieces = 2;  // of 16 bytes a thread, where rows are cut into slices
 inline int64_t slice_cols(int64_t element_bytes) {
   return int64_t{kSlicePieces} * kBackwardThreads * 16 / element_bytes;
 }

@@ -102,6 +102,8 @@ cudaError_t resident_clusters(int cluster, const DeviceFacts& device, int* out) 
   config.numAttrs = 1;
   cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(device.shared_bytes_block));
+  if (err == cudaSuccess && cluster > kPortableCluster)
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (err == cudaSuccess) err = cudaOccupancyMaxActiveClusters(out, kernel, &config);
   if (err != cudaSuccess) return err;
   *out = std::max(*out, 1);  // the launch will say why none fits
@@ -138,21 +140,32 @@ cudaError_t launch_cluster(const NormRows& rows, const DeviceFacts& device, cuda
 }
 
 template <typename Elem, typename Param>
-cudaError_t launch_split(const NormRows& p, void* workspace, cudaStream_t stream) {
+cudaError_t launch_split(const NormRows& p, const DeviceFacts& device, void* workspace, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
-  const int64_t chunks = split_chunks(p.cols);
-  const int64_t most_rows = INT_MAX / chunks;
+  const int64_t chunks = split_chunks(p.cols, sizeof(Elem));
+  const bool whole = rows_are_whole<Elem>(p);
+  // Of rows that start anywhere, a granule may begin before the first column.
+  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem), kBlockCols = kSplitThreads * kAccess;
+  const int64_t blocks_a_row = (kAccess - 1 + p.cols + kBlockCols - 1) / kBlockCols;
+  const int64_t most_rows = INT_MAX / std::max(chunks, blocks_a_row);
   Acc* means = static_cast<Acc*>(workspace);  // [rows, chunks]
   Acc* squares = means + p.rows * chunks;     // [rows, chunks]
   if (most_rows == 0) return cudaErrorInvalidValue;
   NormRows part = p;
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     part.rows = std::min(left, most_rows);
-    const auto blocks = static_cast<unsigned>(part.rows * chunks);
-    split_moments<Elem><<<blocks, kSplitThreads, 0, stream>>>(part, means, squares, chunks);
-    split_combine<Elem><<<static_cast<unsigned>(part.rows), kSplitThreads, 0, stream>>>(part, means, squares, chunks);
-    split_normalize<Elem, Param><<<blocks, kSplitThreads, 0, stream>>>(part, means, squares, chunks);
-    const cudaError_t err = cudaGetLastError();
+    const auto launch = [&](auto kernel, int64_t blocks, auto... more) {
+      const LaunchConfig config(dim3(static_cast<unsigned>(blocks)), dim3(kSplitThreads), 0, 1, device.major >= 9,
+                                stream);
+      return cudaLaunchKernelEx(config.get(), kernel, part, means, squares, chunks, more...);
+    };
+    cudaError_t err =
+        launch(whole ? split_moments<Elem, Rows::kWhole> : split_moments<Elem, Rows::kShifted>, part.rows * chunks);
+    if (err == cudaSuccess) err = launch(split_combine<Elem>, part.rows);
+    if (err == cudaSuccess)
+      err = whole ? launch(split_normalize_whole<Elem, Param>, part.rows * chunks)
+                  : launch(split_normalize_shifted<Elem, Param>, part.rows * blocks_a_row,
+                           static_cast<unsigned>(blocks_a_row));
     if (err != cudaSuccess) return err;
     part.x = static_cast<const Elem*>(part.x) + part.rows * part.x_stride;
     part.y = static_cast<Elem*>(part.y) + part.rows * part.cols;
@@ -177,7 +190,7 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
   p.eps_f = static_cast<float>(p.eps);
   cudaError_t err = cudaErrorInvalidValue;
   if (plan.pieces == 0) {
-    err = launch_split<Elem, Param>(p, workspace, s);
+    err = launch_split<Elem, Param>(p, device, workspace, s);
   } else if (plan.cluster > 1) {
     if (plan.pieces == kClusterPieces && rows_are_whole<Elem>(p)) err = launch_cluster<Elem, Param>(p, device, s);
   } else {

@@ -25,7 +25,9 @@ const char* norm_forward_bf16_f32(const NormRows&, const Plan&, const DeviceFact
 const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
-// Blocks of a cluster that plan_backward() may plan with on the current device, which the facts are of.
+// Blocks of a cluster that plan() and plan_backward() may plan with on the current device, which the facts are of; 1
+// for no clusters.
+int forward_max_cluster(const DeviceFacts& device);
 int backward_max_cluster(const DeviceFacts& device);
 
 // The backward, likewise. `workspace` holds backward_workspace_bytes() (norm_backward_plan.h) bytes, 16-byte aligned,
@@ -41,8 +43,13 @@ const char* norm_backward_bf16_f32(const NormGrads&, const BackwardPlan&, const 
 const char* norm_backward_f32_f32(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
 const char* norm_backward_f64_f64(const NormGrads&, const BackwardPlan&, const DeviceFacts&, void*, void*);
 
-constexpr int64_t kChunk = 16384;  // columns of a chunk where a row is split
-inline int64_t split_chunks(int64_t cols) { return (cols + kChunk - 1) / kChunk; }
-inline int64_t split_workspace_values(int64_t rows, int64_t cols) { return 2 * rows * split_chunks(cols); }
+constexpr int kChunkBytes = 16 * 1024;  // of a row, where it is split
+inline int64_t split_chunks(int64_t cols, int64_t element_bytes) {
+  const int64_t chunk = kChunkBytes / element_bytes;
+  return (cols + chunk - 1) / chunk;
+}
+inline int64_t split_workspace_values(int64_t rows, int64_t cols, int64_t element_bytes) {
+  return 2 * rows * split_chunks(cols, element_bytes);
+}
 
 }  // namespace fastln

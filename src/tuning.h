@@ -15,13 +15,16 @@ struct Plan {
   int32_t cluster = 1;  // blocks that share a row
 };
 
+constexpr int kPortableCluster = 8;  // blocks that any device with clusters takes
+constexpr int kMaxCluster = 16;      // and some
+
 constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several rows: 0.1 us better than 128
 
 // By the number of 16-byte pieces in a row: the first of `pieces` that leaves at most an eighth of the loads
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
 // Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
-// max_threads of theirs, on GPUs that have clusters. `whole`: only rows of whole pieces.
+// max_threads of theirs, on GPUs that have clusters of so many. `whole`: only rows of whole pieces.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
@@ -48,7 +51,9 @@ constexpr Tuning kTuning[] = {
     {4096, 512, {8, 0}, 1},
     // 512x65536: eight blocks of 128x8 1.15, 1024x8 1.42. 512x131072: eight of 256x8 1.12, four of 512x8 1.15.
     // float32 1024x20480: eight of 96x8 1.11, 640x8 1.28.
-    {8 * 4096, 128, {8, 0}, 8, true},
+    {8 * 4096, 128, {8, 0}, kPortableCluster, true},
+    // float32 128x262144: sixteen of 512x8 1.33, in chunks 1.65 at twice the columns.
+    {16 * 4096, 512, {8, 0}, kMaxCluster, true},
     // Without clusters.
     {8192, 1024, {8, 0}, 1},
 };
@@ -65,13 +70,14 @@ inline int64_t group_of(int64_t wanted) {
   return threads;
 }
 
-// has_clusters: compute capability 9.0 and later. wide_blocks: before 10.0, see kWideBlocksFit.
-inline Plan plan(int64_t cols, int element_bytes, bool has_clusters, bool wide_blocks) {
+// max_cluster: blocks of a cluster that the GPU takes, 1 without clusters; see forward_max_cluster(). wide_blocks:
+// before compute capability 10.0, see kWideBlocksFit.
+inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blocks) {
   const bool shifted = cols * element_bytes % 16 != 0;
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
-    if (row_pieces > row.max_row || (row.whole && shifted) || (row.cluster > 1 && !has_clusters)) continue;
+    if (row_pieces > row.max_row || (row.whole && shifted) || row.cluster > max_cluster) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
       return 1.0 - static_cast<double>(row_pieces) /

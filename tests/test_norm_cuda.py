@@ -18,8 +18,8 @@ import fastln
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
 # In float16: part of a warp, shifted and whole, a warp, a block, as many threads as shifted rows may have, clusters
-# of several rows a block and of fewer, a row in chunks.
-WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 70001)
+# of several rows a block, of fewer, and of 16 blocks, a row in chunks, shifted and whole.
+WIDTHS = (33, 64, 768, 8193, 32767, 65536, 131072, 300000, 70001, 540672)
 
 
 def apart(x):
@@ -168,7 +168,7 @@ def compiled_variants():
     if shutil.which("c++filt") is None:
         missing("c++filt")
     library = Path(fastln.__file__).with_name("libfastln.so").read_bytes()
-    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_cluster|split_[a-z]+)I\w+", library))
+    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_cluster|split_[a-z_]+)I\w+", library))
     plain = subprocess.run(["c++filt"], input=b"\n".join(mangled), capture_output=True, check=True).stdout.decode()
     return {match[1] for line in plain.splitlines() if (match := TEMPLATE.match(line.removeprefix("void ")))}
 

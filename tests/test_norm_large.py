@@ -36,7 +36,9 @@ def mostly_zeros(rows, sample):
         pytest.param(67_000, 32768, id="large_block"),
         pytest.param(33_000, 65536, id="cluster"),
         pytest.param(17_000, 131072, id="cluster_of_large_blocks"),
-        pytest.param(31_000, 70001, id="chunks"),
+        pytest.param(4_100, 524288, id="cluster_of_16_blocks"),
+        pytest.param(31_000, 70001, id="chunks_shifted"),
+        pytest.param(4_000, 540672, id="chunks"),
     ],
 )
 def test_cases_15_and_16_rows_past_32_bit_offsets(rows, cols, cuda):

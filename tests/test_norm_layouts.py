@@ -100,7 +100,7 @@ def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
 @each()
 def test_wide_rows_of_any_alignment_and_stride_give_the_same_bits(dtype, cuda):
     """Widths of each plan that a shifted row cannot have: past 512 threads, a cluster, and the row in chunks."""
-    for pieces in (2048, 4096, 8192, 8704, 16384, 32768, 33000):
+    for pieces in (2048, 4096, 8192, 8704, 16384, 32768, 33000, 66000):
         sample = norm_inputs(dtype, cuda, (3, whole_cols(dtype, pieces)))
         expected = fastln.layer_norm(*sample)
         assert_norm_matches_float64(expected, sample)

@@ -17,7 +17,7 @@ from fastln._norm import force_plan
 ITEM_SIZES = (torch.float16, torch.float32, torch.float64)
 PIECES = (2, 3, 4, 8)
 THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 480, 512)
-CLUSTERS = (2, 4, 8)
+CLUSTERS = (2, 4, 8, 16)
 
 
 def some_cols():
@@ -39,10 +39,10 @@ def text_of(plan):
 
 
 @each()
-@pytest.mark.parametrize("clusters", [True, False])
-def test_a_plan_holds_the_row_in_whole_warps(dtype, clusters):
+@pytest.mark.parametrize("most", [1, 8, 16])
+def test_a_plan_holds_the_row_in_whole_warps(dtype, most):
     for cols in some_cols():
-        plan = fastln.plan(cols, dtype, clusters)
+        plan = fastln.plan(cols, dtype, clusters=most > 1, wide_clusters=most == 16)
         if plan.pieces == 0:
             assert (plan.threads, plan.cluster) == (0, 1)
             continue
@@ -52,7 +52,8 @@ def test_a_plan_holds_the_row_in_whole_warps(dtype, clusters):
         part = plan.threads in (1, 2, 4, 8, 16)
         assert part or (plan.threads % 32 == 0 and 32 <= plan.threads <= 1024)
         assert not part or plan.pieces in (2, 3)
-        assert plan.cluster in ((1, *CLUSTERS) if clusters else (1,))
+        assert plan.cluster in (1, *CLUSTERS)
+        assert plan.cluster <= most
 
 
 @each()
@@ -85,6 +86,15 @@ def test_a_row_that_16_byte_accesses_do_not_divide_has_no_cluster_and_at_most_51
             plan = fastln.plan(cols, dtype)
             assert plan.cluster == 1
             assert plan.threads <= 512
+
+
+@each()
+def test_clusters_of_16_blocks_take_only_what_8_cannot_hold(dtype):
+    for pieces, narrow, wide in ((32768, 8, 8), (32769, 1, 16), (65536, 1, 16), (65537, 1, 1)):
+        cols = whole_cols(dtype, pieces)
+        assert fastln.plan(cols, dtype, wide_clusters=False).cluster == narrow
+        assert fastln.plan(cols, dtype).cluster == wide
+        assert fastln.plan(cols, dtype, clusters=False) == fastln.Plan(0, 0, 1)
 
 
 def test_a_plan_is_immutable_and_hashable():
@@ -172,7 +182,7 @@ INVALID = [
     *("pieces=1,threads=128", "pieces=5,threads=128", "pieces=0,threads=0", "pieces=-1,threads=128"),
     *("pieces=4,threads=0", "pieces=4,threads=3", "pieces=4,threads=33", "pieces=4,threads=-32"),
     *("pieces=4,threads=544", "pieces=4,threads=1024", "pieces=8,threads=1056", "pieces=8,threads=1024,cluster=2"),
-    *("pieces=4,threads=128,cluster=2", "pieces=8,threads=128,cluster=3", "pieces=8,threads=128,cluster=16"),
+    *("pieces=4,threads=128,cluster=2", "pieces=8,threads=128,cluster=3", "pieces=8,threads=128,cluster=32"),
     *("pieces=8,threads=16,cluster=2", "pieces=8,threads=128,cluster=0", "pieces=8,threads=128,cluster=-1"),
 ]
 

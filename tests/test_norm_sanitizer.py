@@ -55,7 +55,7 @@ def test_case_27_no_access_past_the_end_in_any_variant(pieces, threads, device):
 
 
 @pytest.mark.no_racecheck
-@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("cluster", [2, 4, 8, 16])
 def test_case_27_no_access_past_the_end_in_a_cluster(cluster, device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
         pytest.skip("needs thread block clusters")
@@ -74,8 +74,9 @@ def test_case_27_no_access_past_the_end_in_a_cluster_without_room_for_the_parame
 
 
 @pytest.mark.parametrize("cols", [7, 16384, 16401, 40001])
-def test_case_27_no_access_past_the_end_of_a_row_in_chunks(cols, device):
-    check(torch.float16, cols, device, rows=2, offset=1, plan="split")
+@pytest.mark.parametrize("offset", [0, 1])
+def test_case_27_no_access_past_the_end_of_a_row_in_chunks(cols, offset, device):
+    check(torch.float16, cols, device, rows=2, offset=offset, plan="split")
 
 
 def test_case_27_no_access_past_the_end_of_misaligned_parameters(device):
