@@ -38,8 +38,17 @@ struct BackwardLaunch : NormGrads {
   double per_col;      // 1 / cols
   int threads;         // of a row's group within a block: a power of two up to 32, or a multiple of 32
   int cluster;         // blocks that share a row
+  int sharing;         // blocks of a cluster, each at rows of its own, that add up their partial sums; 1 for none
   int stages;          // of the ring, 1 to kMaxStages
 };
+
+// The blocks of the kernel behind this one in the stream may be set up once all of this one's have called it, if there
+// is room and that kernel calls wait_for_previous_kernel(), which waits for this one's end.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // ------------------------------------------------------------------------------------------ two sums
 
@@ -313,6 +322,50 @@ __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int 
   }
 }
 
+// Whether blocks of such a variant can add up their partial sums: those of one group of threads, see plan_backward().
+template <typename Elem>
+constexpr bool may_share(int pieces, bool ragged, bool cluster) {
+  return sizeof(Elem) == 2 && !ragged && !cluster && (pieces == 2 || pieces == 4);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// 16 bytes of the shared memory of a block of the cluster.
+__device__ __forceinline__ void load_remote(float (&v)[4], uint32_t address) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The sums of columns [2, width] that lie in shared memory, at the same place in each of the cluster's `sharing`
+// blocks, added up into [2, pitch] at `out`: by each block a part of the columns. All its threads must call it.
+__device__ __forceinline__ void add_shared_sums(const float* shared, float* out, int width, int cols, int64_t pitch,
+                                                int sharing) {
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.sync();
+  const int step = static_cast<int>(blockDim.x) * 4;
+  const int first = static_cast<int>(cluster.block_rank()) * step + static_cast<int>(threadIdx.x) * 4;
+  for (int item = first; item < 2 * width; item += sharing * step) {
+    const int col = item < width ? item : item - width;
+    if (col >= cols) continue;
+    float sum[4] = {};
+    for (int b = 0; b < sharing; ++b) {
+      float v[4];
+      load_remote(v, remote_address(shared_address(shared + item), b));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += v[i];
+    }
+    store_run(out + (item < width ? 0 : pitch) + col, sum);
+  }
+  cluster.sync();  // no block ends while others read its memory
+}
+// The same by a call: variants of 2 pieces spill registers without, those of 4 with it.
+__device__ __noinline__ void call_add_shared_sums(const float* shared, float* out, int width, int cols, int64_t pitch,
+                                                  int sharing) {
+  add_shared_sums(shared, out, width, cols, pitch, sharing);
+}
+#endif
+
 // Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
 // is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
 // compiler would spill; from compute capability 10.0 on it would do so here too, and for 3 pieces with 512 threads.
@@ -410,9 +463,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
     if constexpr (!kUnpacked) unpack(scale, weight[j]);
   };
   // The sums of the columns wait for nothing in the partial sums but for this kernel's end: their blocks may come.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (p.partial) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if (p.partial) let_next_kernel_begin();
 
   Acc dweight[kRuns][kRun], dbias[kRuns][kRun];
 #pragma unroll
@@ -710,8 +761,10 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   }
 
   if (!kSums || !p.partial) return;
-  Acc* out = static_cast<Acc*>(p.partial) + block * 2 * p.pitch + begin;  // [2, pitch]
-  if (groups == 1) {
+  constexpr bool kShares = may_share<Elem>(kPieces, kRagged, kCluster);
+  const int sharing = kShares ? p.sharing : 1;
+  Acc* out = static_cast<Acc*>(p.partial) + block / sharing * 2 * p.pitch + begin;  // [2, pitch]
+  if (groups == 1 && sharing == 1) {
 #pragma unroll
     for (int j = 0; j < kRuns; ++j) {
       store_sums(out, dweight[j], first + j * step, end);
@@ -731,6 +784,15 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
     store_run(sums + j * step, dweight[j]);
     store_run(sums + width + j * step, dbias[j]);
   }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kShares) {
+    if (sharing > 1) {  // where a block has one group
+      if constexpr (kPieces == 2) call_add_shared_sums(shared, out, width, cols, p.pitch, sharing);
+      else add_shared_sums(shared, out, width, cols, p.pitch, sharing);
+      return;
+    }
+  }
+#endif
   __syncthreads();
   for (int item = threadIdx.x; item < 2 * width; item += blockDim.x) {
     const int col = item < width ? item : item - width;

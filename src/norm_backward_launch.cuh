@@ -103,6 +103,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   p.per_col = 1.0 / static_cast<double>(p.cols);
   p.threads = plan.threads;
   p.cluster = plan.cluster;
+  p.sharing = plan.sharing;
   p.pitch = backward_pitch(p.cols);
   p.slice = sliced ? slice_cols(sizeof(Elem)) : p.cols;
   p.safe_rows = p.rows - backward_unsafe_rows(grads, sizeof(Elem));
@@ -170,7 +171,8 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
       err = launch(kernel, p.row_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
     return err;
   }
-  err = launch(kernel, p.row_blocks + column_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
+  err = launch(kernel, p.row_blocks + column_blocks, 1, plan.block, shared_bytes, std::max(plan.cluster, plan.sharing),
+               device, stream, p);
   if (err != cudaSuccess || !p.partial) return err;
   // As many columns a block as leave about a block a multiprocessor.
   constexpr int64_t kRun = 16 / sizeof(Acc);

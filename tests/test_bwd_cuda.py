@@ -12,7 +12,8 @@ import fastln
 
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
-# (rows, cols), in float16: part of a warp, odd and even rows, many and few of them, a block, past what one holds.
+# (rows, cols), in float16: part of a warp, odd and even rows, many and few of them, a block, two that share
+# their partial sums, past what one holds.
 SHAPES = (
     (5, 33),
     (4096, 64),
@@ -21,6 +22,7 @@ SHAPES = (
     (1, 8192),
     (5, 8193),
     (700, 1024),
+    (400, 8192),
     (3, 32768),
     (2, 70001),
     (2, 131072),

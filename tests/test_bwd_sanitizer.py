@@ -44,6 +44,10 @@ def test_case_27_no_access_past_the_last_row(rows, device):
     check(torch.float32, 33, device, rows=rows, offset=1)
 
 
+def test_case_27_no_access_past_the_end_by_blocks_that_share_partial_sums(device):
+    check(torch.float16, 8200, device, rows=385)
+
+
 @pytest.mark.parametrize(("offset", "gap"), [(1, 0), (7, 0), (0, 1), (3, 5), (0, 8)])
 def test_case_27_no_access_outside_rows_of_any_place(offset, gap, device):
     check(torch.float16, 264, device, offset=offset, gap=gap)
