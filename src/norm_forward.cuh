@@ -89,8 +89,8 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 // kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
 // other blocks hide it anyway, the registers they take cost more than that gains; see fetches_late().
 //
-// kWarps: the group is whole warps, so that accesses lie apart by constants. Whether it is one warp or a block is asked at
-// run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.
+// kWarps: the group is whole warps, so that accesses lie apart by constants. Whether it is one warp or a block is asked
+// at run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows kRows, bool kWarps>
 __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRows>())) norm_forward(const NormRows p) {
   using Acc = AccOf<Elem>;

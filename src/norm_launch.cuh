@@ -47,8 +47,8 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, bool has_dependent
 // Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
 template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
 
-// Every compiled variant of norm_forward: kWarps for groups of whole warps, `late` as fetches_late() has it; with 8 pieces,
-// where registers are short, weight and bias are always fetched late.
+// Every compiled variant of norm_forward: kWarps for groups of whole warps, `late` as fetches_late() has it; with 8
+// pieces, where registers are short, weight and bias are always fetched late.
 template <typename Elem, typename Param, Rows kRows, bool kWarps>
 void (*find_forward(int pieces, bool late))(NormRows) {
   const auto either = [&](auto count) {

@@ -106,13 +106,13 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
 
 // Whether weight and bias are fetched after the reductions, for rows that norm_forward takes whole. Early, the
 // reductions hide their latency, which is what few rows want (1x8192: 2.1 us, late 2.8). Past L2 other blocks hide it,
-// and the registers they take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04, 0.98)
-// except where few are held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32 16384x2048:
-// 0.98, 1.00), and all loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
+// and the registers they take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04,
+// 0.98) except where few are held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32
+// 16384x2048: 0.98, 1.00), and all loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
 //
-// Within L2 late gains once there are more rows than stay resident with the registers that early takes (1024x8192: early
-// 13.6 us, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4), where a row has many threads or, if up to 128, unless
-// half a wave of late ones were left over (1056x4096 6.6, 6.1, but 2112x4096 11.1, 12.3).
+// Within L2 late gains once there are more rows than stay resident with the registers that early takes (1024x8192:
+// early 13.6 us, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4), where a row has many threads or, if up to 128,
+// unless half a wave of late ones were left over (1056x4096 6.6, 6.1, but 2112x4096 11.1, 12.3).
 //
 // It changes no bit.
 template <int kElementBytes> constexpr bool kMayFetchTwoLate = kElementBytes == 2;  // with 2 pieces
