@@ -465,7 +465,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   }
 
   if (!kSums || !p.partial) return;
-  constexpr bool kShares = may_share<Elem>(kPieces, kRagged, kCluster);
+  constexpr bool kShares = backward_may_share(sizeof(Elem), kPieces, kRagged, kCluster);
   const int sharing = kShares ? p.sharing : 1;
   Acc* out = static_cast<Acc*>(p.partial) + block / sharing * 2 * p.pitch + begin;  // [2, pitch]
   if (groups == 1 && sharing == 1) {

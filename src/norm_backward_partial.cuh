@@ -9,14 +9,6 @@
 
 namespace fastln {
 
-// The blocks of the kernel behind this one in the stream may be set up once all of this one's have called it, if there
-// is room and that kernel calls wait_for_previous_kernel(), which waits for this one's end.
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // kN values to an address that is a multiple of their size, or of 16 bytes where they are more.
 template <typename Acc, int kN>
 __device__ __forceinline__ void store_run(Acc* p, const Acc (&values)[kN]) {
@@ -48,12 +40,6 @@ __device__ __forceinline__ void store_sums(Acc* out, const Acc (&sums)[kN], int 
     if (even_col < cols) store_run(out + even_col + (odd ? kHalf : 0), of_even);
     if (odd_col < cols) store_run(out + odd_col + (odd ? kHalf : 0), of_odd);
   }
-}
-
-// Whether blocks of such a variant can add up their partial sums: those of one group of threads, see plan_backward().
-template <typename Elem>
-constexpr bool may_share(int pieces, bool ragged, bool cluster) {
-  return sizeof(Elem) == 2 && !ragged && !cluster && (pieces == 2 || pieces == 4);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -74,6 +74,12 @@ inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, 
   return {walkers * plan.cluster, slices, walkers / plan.sharing};
 }
 
+// Whether the kernel of such a variant can add up the partial sums of several blocks, where each has one group of
+// threads.
+constexpr bool backward_may_share(int element_bytes, int pieces, bool ragged, bool cluster) {
+  return element_bytes == 2 && !ragged && !cluster && (pieces == 2 || pieces == 4);
+}
+
 // A row's threads and pieces; then how many rows a block takes at once, and how many blocks stay. All measured on one
 // H200 with float16 where nothing else is said, in us; "512x2" is 512 threads a row of 2 pieces each.
 //
@@ -167,7 +173,9 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   // Two blocks add up their partial sums: 4096x8192 58.5, not 61.4; 8192x8192 106.1, not 108.5; 4096x12288 82.4, not
   // 87.6; 2048x16384 63.0, not 69.3. With fewer columns it costs 1, and float32 and ragged rows gain nothing. Clusters
   // of 4 or 8 leave 12 of 132 multiprocessors idle (8192x8192 116.5).
-  if (sums && !out.direct && halves && !ragged && row_pieces >= 1024 && max_cluster > 1) out.sharing = 2;
+  const bool may_share =
+      backward_may_share(element_bytes, out.pieces, ragged, out.cluster > 1) && out.block == out.threads;
+  if (sums && !out.direct && may_share && row_pieces >= 1024 && max_cluster > 1) out.sharing = 2;
   return out;
 }
 

@@ -35,6 +35,7 @@ constexpr bool kWideBlocksFit = false;
 #else
 constexpr bool kWideBlocksFit = true;
 #endif
+// Nor do 4 pieces fit 40 registers before compute capability 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kFourFit40 = false;
 #else
@@ -49,9 +50,8 @@ constexpr bool kKeepsValues = sizeof(Elem) > 2
                                   : (kPieces == 2 && kEarly) || (kPieces == 4 && kEarly && kRows == Rows::kWhole);
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
-// uses to unpack earlier, which is worth less than another block. (On an H200: 32768x1152 float16 with 2 pieces
-// 45.9 us at 56 registers, 48.7 at 64; 32768x768 with 3 26.4 at 64, 27.1 at 80; 32768x769 38.3 at 64, 41.6 at 80;
-// 4096x8193 49.2 at 64, 55.1 at 72.)
+// uses to unpack earlier, which is worth less than another block. (On an H200, late: bfloat16 32768x2048 with 2 pieces
+// 67.5 us at 32 registers, 70.7 at 40, 73.1 at 48; 2048x16384 with 4 37.4 at 40, 39.2 at 48, 39.4 at 56.)
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows kRows>
 constexpr int forward_registers() {
   constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers

@@ -53,7 +53,7 @@ template <typename Elem, typename Param, Rows kRows, bool kWarps>
 void (*find_forward(int pieces, bool late))(NormRows) {
   const auto either = [&](auto count) {
     constexpr int kPieces = decltype(count)::value;
-    if constexpr (kWarps && (kPieces > 2 || kMayFetchTwoLate<sizeof(Elem)>)) {
+    if constexpr (kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem)))) {
       if (late) return &norm_forward<Elem, Param, kPieces, false, kRows, kWarps>;
     }
     return &norm_forward<Elem, Param, kPieces, true, kRows, kWarps>;

@@ -115,12 +115,12 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
 // unless half a wave of late ones were left over (1056x4096 6.6, 6.1, but 2112x4096 11.1, 12.3).
 //
 // It changes no bit.
-template <int kElementBytes> constexpr bool kMayFetchTwoLate = kElementBytes == 2;  // with 2 pieces
+constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2; }  // two pieces
 inline bool fetches_late(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool past_l2, int sms) {
   if (past_l2) {
     const bool full = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
     switch (plan.pieces) {
-      case 2: return element_bytes == 2 && plan.threads > 32;
+      case 2: return may_fetch_two_late(element_bytes) && plan.threads > 32;
       case 3: return !full;
       default: return element_bytes == 2 || !full || plan.threads > 128;
     }

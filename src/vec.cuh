@@ -193,6 +193,14 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// The blocks of the kernel behind this one in the stream may be set up once all of this one's have called it, if there
+// is room and that kernel calls wait_for_previous_kernel(), which waits for this one's end.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The same value, but the compiler no longer knows that: it cannot reuse what it derived from it before,
 // nor derive it anew where it is used. (Of an address it must be told again that it is global memory's.)
 template <typename T>
