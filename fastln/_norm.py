@@ -157,13 +157,13 @@ def force_plan(text: str) -> None:
 
 
 def _runnable(pieces: int, threads: int, cluster: int) -> bool:
-    most = 1024 if pieces == 8 and cluster == 1 else 512
+    most = {4: 768, 8: 1024}.get(pieces, 512) if cluster == 1 else 512
     whole_warps = threads % 32 == 0 and 32 <= threads <= most
     if cluster > 1:
         return cluster in (2, 4, 8, 16) and pieces == 8 and whole_warps
     if threads in (1, 2, 4, 8, 16):
         return cluster == 1 and pieces in (2, 3)
-    return cluster == 1 and pieces in (2, 3, 4, 8) and whole_warps
+    return cluster == 1 and pieces in (2, 3, 4, 5, 8) and whole_warps
 
 
 # ------------------------------------------------------------------------------------------- autograd

@@ -36,9 +36,12 @@ Plan plan_for(int64_t cols, int element_bytes, int max_cluster, bool wide_blocks
   const Plan forced = *forced_plan;
   const bool shifted = cols * element_bytes % 16 != 0;
   const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster >= cols * element_bytes / 16;
-  const bool fits = (wide_blocks || forced.threads <= 512) && forced.cluster <= max_cluster;
-  const bool runs = !shifted || (forced.cluster == 1 && forced.threads <= kShiftedMaxThreads &&
-                                 forced.threads >= cols * element_bytes % 16 / element_bytes);
+  const bool long_block = forced.pieces == 4 && forced.threads > 512;
+  const bool fits = (wide_blocks || forced.threads <= 512) && forced.cluster <= max_cluster &&
+                    (!long_block || (max_cluster > 1 && element_bytes <= 4));
+  const bool runs =
+      !shifted || (forced.cluster == 1 && forced.pieces != 5 && forced.threads <= shifted_max_threads(forced.pieces) &&
+                   forced.threads >= cols * element_bytes % 16 / element_bytes);
   return forced.pieces == 0 || (holds && fits && runs) ? forced : own;
 }
 
@@ -67,7 +70,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   // The copies, if any, outlive the launch call.
   auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);
-  const bool whole_rows_only = how.cluster > 1 || how.threads > kShiftedMaxThreads;
+  const bool whole_rows_only = how.cluster > 1 || how.threads > shifted_max_threads(how.pieces);
   if (whole_rows_only &&
       !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
     x = torch::stable::clone(as_contiguous(x));

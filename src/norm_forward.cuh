@@ -1,5 +1,5 @@
 // The general forward kernel behind fastln::layer_norm, for rows that fit the registers of a block.
-// norm_cluster.cuh and norm_split.cuh take the longer ones.
+// norm_cluster.cuh and norm_split.cuh take the longer ones, norm_short.cuh short ones as long as all are resident at once.
 //
 // A row belongs to a group of threads: part of a warp, a warp, or a block. Each thread holds kPieces
 // pieces of 16 bytes in registers. A warp (or the part of one that is the group) has successive pieces of
@@ -22,10 +22,13 @@ namespace fastln {
 
 // How rows lie in memory.
 enum class Rows {
+  kFull,     // whole, of exactly as many pieces as the group holds, with weight and bias: nothing has to be asked
   kWhole,    // they begin and end at multiples of 16 bytes: a piece is one access
   kShifted,  // they begin anywhere: pieces are shifted out of and into granules of 16 bytes, between lanes (shift.cuh)
   kWords,    // they are words of 4 (or 8) bytes, but no whole pieces: a word is one access
 };
+
+constexpr bool rows_are_pieces(Rows rows) { return rows == Rows::kFull || rows == Rows::kWhole; }
 
 // With 8 pieces, whose weight and bias are fetched late, 64 registers are enough for a block of 1024 threads, except
 // for rows that are not whole, and except from compute capability 10.0 on, where the compiler spills (plan() knows).
@@ -47,7 +50,7 @@ constexpr bool kFourFit40 = true;
 template <typename Elem, int kPieces, bool kEarly, Rows kRows>
 constexpr bool kKeepsValues = sizeof(Elem) > 2
                                   ? (kRows != Rows::kShifted && kPieces <= 3 && kEarly)
-                                  : (kPieces == 2 && kEarly) || (kPieces == 4 && kEarly && kRows == Rows::kWhole);
+                                  : (kPieces == 2 && kEarly) || (kPieces == 4 && kEarly && rows_are_pieces(kRows));
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
 // uses to unpack earlier, which is worth less than another block. (On an H200, late: bfloat16 32768x2048 with 2 pieces
@@ -55,17 +58,20 @@ constexpr bool kKeepsValues = sizeof(Elem) > 2
 template <typename Elem, typename Param, int kPieces, bool kEarly, Rows kRows>
 constexpr int forward_registers() {
   constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers
-  constexpr bool kWhole = kRows == Rows::kWhole;
+  constexpr bool kWhole = rows_are_pieces(kRows);
   if (kPieces == 8 && kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
-  if (!kEarly && kPieces <= 4) {
-    if (!kWhole) return kWideBlocksFit ? 64 : 80;
-    if (!kWideBlocksFit) return 64;
-    return kPieces == 2 ? 32 : kPieces == 4 && (kWide || !kFourFit40) ? 48 : 40;
+  if (!kEarly && kPieces <= 5) {
+    if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;
+    if (!kWideBlocksFit) return kPieces == 5 && kWide ? 80 : 64;
+    if (kPieces == 2) return kWide && kRows == Rows::kFull ? 40 : 32;
+    if (kPieces == 5) return kWide ? 56 : 48;
+    return kPieces == 4 && (kWide || !kFourFit40) ? 48 : 40;
   }
   if (kWide || kPieces == 8) return 128;
   if (kRows == Rows::kWords && kPieces == 3) return 80;
   if (kPieces == 2) return !kWhole ? 64 : sizeof(Elem) == 4 ? 48 : 56;
+  if (kPieces == 4 && kRows == Rows::kFull && sizeof(Elem) == 2 && kWideBlocksFit) return 96;
   return kPieces == 3 ? (kWideBlocksFit ? 64 : 80) : 128;
 }
 
@@ -110,19 +116,21 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
     row = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> p.threads_log2) + (threadIdx.x >> p.threads_log2);
     t = lane = threadIdx.x & (p.threads - 1);
     lanes = p.threads;
+    // The last block of small groups may hang over the rows. Full, it does the last row once more; otherwise it has no
+    // columns, but still takes part in the shuffles.
+    if constexpr (kRows == Rows::kFull) row = min(row, p.rows - 1);
   }
   if constexpr (kWarps) lanes = kWarp;
-  // The last block of small groups may hang over the rows; it still takes part in the shuffles.
   const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
-  const int whole = kRows == Rows::kWhole ? cols : cols / kPiece * kPiece;  // columns in pieces
+  const int whole = rows_are_pieces(kRows) ? cols : cols / kPiece * kPiece;  // columns in pieces
   // Access j is at column first + j * step.
   const int first = ((t - lane) * kCount + lane) * kAccess, step = lanes * kAccess;
   const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first);  // this thread's part of [cols]
   const Param* weight = static_cast<const Param*>(p.weight);                         // [cols] or null
   const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
-  const auto inside = [&](int j) { return first + j * step < whole; };
+  const auto inside = [&](int j) { return kRows == Rows::kFull || first + j * step < whole; };
   // What is left of the row behind its last piece: one element for each of the first threads.
-  const bool has_tail = kRows != Rows::kWhole && t < cols - whole;
+  const bool has_tail = !rows_are_pieces(kRows) && t < cols - whole;
 
   wait_for_previous_kernel();
   V held[kCount];
@@ -162,8 +170,8 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
   const auto load_params = [&](P& scale, P& shift, int j) {
     scale = splat<Param, kAccess>(1);
     shift = splat<Param, kAccess>(0);
-    if (weight && inside(j)) load_vec(scale, weight + first + j * step);
-    if (bias && inside(j)) load_vec(shift, bias + first + j * step);
+    if ((kRows == Rows::kFull || weight) && inside(j)) load_vec(scale, weight + first + j * step);
+    if ((kRows == Rows::kFull || bias) && inside(j)) load_vec(shift, bias + first + j * step);
   };
   if constexpr (kEarly) {
 #pragma unroll
@@ -200,7 +208,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
     }
   }
   Acc sum = pairwise_sum(sums);
-  if constexpr (kRows != Rows::kWhole) sum += tail;
+  if constexpr (!rows_are_pieces(kRows)) sum += tail;
   const Acc mean = mul(group_sum<kWarps, kKeep, 0>(sum, p.threads, block), per_col);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {

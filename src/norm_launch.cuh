@@ -12,27 +12,26 @@
 #include "norm_cluster.cuh"
 #include "norm_forward.cuh"
 #include "norm_launch.h"
+#include "norm_short.cuh"
 #include "norm_split.cuh"
 
 namespace fastln {
 
-// Launches `kernel` over all rows, as many times as the limit of 2^31 - 1 blocks a grid asks for.
+// Launches `kernel` over all rows, as many times as the limit of 2^31 - 1 blocks a grid asks for. A group of threads
+// takes rows_a_group of them.
 template <typename Elem>
-cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, bool has_dependent_launch, cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, bool has_dependent_launch,
+                        cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   const bool whole_block = p.threads > kWarp;
-  const int64_t rows_a_block = whole_block ? 1 : kSmallGroupBlock / p.threads;
+  const int64_t rows_a_block = whole_block ? 1 : int64_t{kSmallGroupBlock} / p.threads * rows_a_group;
   const int64_t most_rows = INT_MAX * rows_a_block;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(whole_block ? p.threads : kSmallGroupBlock);
-  config.stream = stream;
-  cudaLaunchAttribute attribute = dependent_launch();
-  config.attrs = &attribute;
-  config.numAttrs = has_dependent_launch ? 1 : 0;
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     p.rows = std::min(left, most_rows);
-    config.gridDim = dim3(static_cast<unsigned>((p.rows + rows_a_block - 1) / rows_a_block));
-    const cudaError_t err = cudaLaunchKernelEx(&config, kernel, p);
+    const LaunchConfig config(dim3(static_cast<unsigned>((p.rows + rows_a_block - 1) / rows_a_block)),
+                              dim3(static_cast<unsigned>(whole_block ? p.threads : kSmallGroupBlock)), 0, 1,
+                              has_dependent_launch, stream);
+    const cudaError_t err = cudaLaunchKernelEx(config.get(), kernel, p);
     if (err != cudaSuccess) return err;
     p.x = static_cast<const Elem*>(p.x) + p.rows * p.x_stride;
     p.y = static_cast<Elem*>(p.y) + p.rows * p.cols;
@@ -47,16 +46,20 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, bool has_dependent
 // Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
 template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
 
-// Every compiled variant of norm_forward: kWarps for groups of whole warps, `late` as fetches_late() has it; with 8
-// pieces, where registers are short, weight and bias are always fetched late.
+// Every compiled variant of norm_forward: kWarps for groups of whole warps, `late` as fetches_late() has it. With 8
+// pieces, and with 5 and parameters wider than the elements, registers are short, and weight and bias always fetched late.
 template <typename Elem, typename Param, Rows kRows, bool kWarps>
 void (*find_forward(int pieces, bool late))(NormRows) {
   const auto either = [&](auto count) {
     constexpr int kPieces = decltype(count)::value;
-    if constexpr (kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem)))) {
-      if (late) return &norm_forward<Elem, Param, kPieces, false, kRows, kWarps>;
+    constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && sizeof(Param) <= sizeof(Elem));
+    // Of full rows, 3 pieces are never fetched late.
+    constexpr bool kLate =
+        kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kRows == Rows::kFull && kPieces == 3);
+    if constexpr (kLate) {
+      if (late || !kEarly) return &norm_forward<Elem, Param, kPieces, false, kRows, kWarps>;
     }
-    return &norm_forward<Elem, Param, kPieces, true, kRows, kWarps>;
+    return &norm_forward<Elem, Param, kPieces, kEarly, kRows, kWarps>;
   };
   if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
     if (pieces == 2) return either(std::integral_constant<int, 2>());
@@ -64,8 +67,22 @@ void (*find_forward(int pieces, bool late))(NormRows) {
   }
   if constexpr (kWarps) {
     if (pieces == 4) return either(std::integral_constant<int, 4>());
-    if (pieces == 8) return norm_forward<Elem, Param, 8, false, kRows, kWarps>;
+    if constexpr (kRows != Rows::kWords) {
+      if (pieces == 5) return either(std::integral_constant<int, 5>());
+    }
+    if (pieces == 8) return either(std::integral_constant<int, 8>());
   }
+  return nullptr;
+}
+
+// Every compiled variant of norm_short.
+template <typename Elem, typename Param>
+void (*find_short(int pieces, int threads))(NormRows) {
+  if (threads == 8 && pieces == 2) return norm_short<Elem, Param, 2, 8>;
+  if (threads == 16 && pieces == 2) return norm_short<Elem, Param, 2, 16>;
+  if (threads == 32 && pieces == 2) return norm_short<Elem, Param, 2, 32>;
+  if (threads == 32 && pieces == 3) return norm_short<Elem, Param, 3, 32>;
+  if (threads == 32 && pieces == 4) return norm_short<Elem, Param, 4, 32>;
   return nullptr;
 }
 
@@ -197,18 +214,30 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
     const bool late = fetches_late(plan, p.rows, p.cols, sizeof(Elem), past_l2, device.sms);
     const bool whole = rows_are_whole<Elem>(p), words = !whole && rows_are_words<Elem>(p.cols, plan);
+    const bool full = sizeof(Elem) <= 4 && whole && p.weight && p.bias &&
+                      p.cols * static_cast<int64_t>(sizeof(Elem)) == int64_t{plan.pieces} * plan.threads * 16;
     // Whole rows of a warp with 2 pieces a lane are better off without the fixed number of lanes if they fit L2
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
     const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
+    void (*kernel)(NormRows) = nullptr;
+    int rows_a_group = 1;
+    if constexpr (sizeof(Elem) <= 4) {
+      constexpr bool kWide = sizeof(Param) > sizeof(Elem);
+      if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
+        kernel = find_short<Elem, Param>(plan.pieces, plan.threads);
+      if (kernel) rows_a_group = kRowsTogether;
+      else if (full && warps) kernel = find_forward<Elem, Param, Rows::kFull, true>(plan.pieces, late);
+    }
     const auto find = [&](auto rows) {
       constexpr Rows kRows = decltype(rows)::value;
       return warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, late)
                    : find_forward<Elem, Param, kRows, false>(plan.pieces, late);
     };
-    void (*kernel)(NormRows) = whole   ? find(std::integral_constant<Rows, Rows::kWhole>())
-                               : words ? find(std::integral_constant<Rows, Rows::kWords>())
-                                       : find(std::integral_constant<Rows, Rows::kShifted>());
-    if (kernel) err = launch_rows<Elem>(kernel, p, device.major >= 9, s);
+    if (!kernel)
+      kernel = whole   ? find(std::integral_constant<Rows, Rows::kWhole>())
+               : words ? find(std::integral_constant<Rows, Rows::kWords>())
+                       : find(std::integral_constant<Rows, Rows::kShifted>());
+    if (kernel) err = launch_rows<Elem>(kernel, p, rows_a_group, device.major >= 9, s);
   }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again

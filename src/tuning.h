@@ -20,45 +20,59 @@ constexpr int kMaxCluster = 16;      // and some
 
 constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several rows: 0.1 us better than 128
 
+// Which GPUs hold a block of more than 512 threads of 4 pieces, with elements of up to 4 bytes: those where 40 registers
+// are enough (kWideBlocksFit and kFourFit40 in norm_forward.cuh), compute capability 9.x.
+constexpr int kLongBlock = 768;
+
 // By the number of 16-byte pieces in a row: the first of `pieces` that leaves at most an eighth of the loads
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
 // Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
-// max_threads of theirs, on GPUs that have clusters of so many. `whole`: only rows of whole pieces.
+// max_threads of theirs, on GPUs that have clusters of so many. `whole`: only rows of whole pieces. `full_float`: only
+// such of 4-byte elements that leave no load idle.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
   int64_t max_row;
   int max_threads;
   int pieces[2];
-  int cluster;
+  int cluster = 1;
   bool whole = false;
+  bool full_float = false;
 };
 constexpr Tuning kTuning[] = {
     // 32768x256: 16x2 1.02, 8x4 1.06, 32x1 1.29. 131072x512: 32x2 0.98, 16x4 0.98; 16x512: 32x2 1.22, 16x4 1.34.
-    {64, 512, {2, 3}, 1},
+    {.max_row = 64, .max_threads = 512, .pieces = {2, 3}},
     // 4096x1024: 32x4 1.11, 64x2 1.14, 16x8 1.27. 65536x1024: 32x4 0.99, 64x2 0.98. 32768x768: 32x3 0.98, 32x4 1.03,
     // 64x2 1.15. 65536x640: 32x3 1.01, 32x4 1.06, 64x2 1.31. (4096x1025: 64x2 1.59, 32x4 1.75.)
-    {128, 512, {4, 3}, 1, true},
+    {.max_row = 128, .max_threads = 512, .pieces = {4, 3}, .whole = true},
+    // bfloat16: 32768x1152 32x5 1.01, 64x3 1.10; 32768x1280 1.00, 1.05. float16: 1.00, 1.03; 1.00, 1.00.
+    {.max_row = 160, .max_threads = 512, .pieces = {5}, .whole = true},
     // 32768x1152: 64x3 1.03, 64x4 1.21. 32768x1536: 64x3 0.98, 96x2 0.99. float32 32768x768: 64x3 0.97, 96x2 0.98.
-    {192, 512, {3, 2}, 1},
+    {.max_row = 192, .max_threads = 512, .pieces = {3, 2}},
     // 4096x2048: 128x2 1.07, 64x4 1.07; 16x2048: 128x2 1.31, 64x4 1.42. 32768x1600: 64x4 1.00, 96x3 1.05, 128x2 1.10.
-    {256, 512, {2, 4}, 1},
+    {.max_row = 256, .max_threads = 512, .pieces = {2, 4}},
+    // float32: 16384x1280 64x5 0.96, 96x4 0.99; 8192x2560 128x5 0.97, 160x4 1.01; 4096x5120 256x5 1.00, 320x4 1.01.
+    // (float16 gains nothing: 16384x2560 64x5 0.99, 96x4 0.99; and loses with few rows: 16x5120 2.2 us and 2.1.)
+    {.max_row = 2560, .max_threads = 512, .pieces = {5}, .full_float = true},
     // 8192x8192: 256x4 1.06, 128x8 1.07, 512x2 1.34. 16384x5120: 160x4 1.03, 320x2 1.22, 96x8 1.06.
     // 4096x4096: 128x4 1.13, 256x2 1.16 (and at 16 rows 256x2 is 7 % ahead). 2048x16384: 512x4 1.14, 256x8 1.16.
-    {2048, 512, {4, 3}, 1},
-    // 2048x32768: 512x8 1.11, eight blocks of 64x8 1.11.
-    {4096, 512, {8, 0}, 1},
+    {.max_row = 2048, .max_threads = 512, .pieces = {4, 3}},
+    // 2048x20480: 640x4 1.06, 512x5 1.07, 320x8 1.10. float32 2048x12288: 768x4 1.03, 640x5 1.03, 384x8 1.07.
+    {.max_row = 3072, .max_threads = kLongBlock, .pieces = {4}, .whole = true},
+    // 2048x32768: 512x8 1.11, 1024x4 1.28, eight blocks of 64x8 1.11.
+    {.max_row = 4096, .max_threads = 512, .pieces = {8}},
     // 512x65536: eight blocks of 128x8 1.15, 1024x8 1.42. 512x131072: eight of 256x8 1.12, four of 512x8 1.15.
     // float32 1024x20480: eight of 96x8 1.11, 640x8 1.28.
-    {8 * 4096, 128, {8, 0}, kPortableCluster, true},
+    {.max_row = 8 * 4096, .max_threads = 128, .pieces = {8}, .cluster = kPortableCluster, .whole = true},
     // float32 128x262144: sixteen of 512x8 1.33, in chunks 1.65 at twice the columns.
-    {16 * 4096, 512, {8, 0}, kMaxCluster, true},
+    {.max_row = 16 * 4096, .max_threads = 512, .pieces = {8}, .cluster = kMaxCluster, .whole = true},
     // Without clusters.
-    {8192, 1024, {8, 0}, 1},
+    {.max_row = 8192, .max_threads = 1024, .pieces = {8}},
 };
 
-constexpr int kShiftedMaxThreads = 512;
+// Threads that a block of rows which are not whole may have, by the registers that those take.
+constexpr int shifted_max_threads(int pieces) { return pieces == 4 ? kLongBlock : 512; }
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -76,8 +90,10 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   const bool shifted = cols * element_bytes % 16 != 0;
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
+  const bool long_blocks = wide_blocks && max_cluster > 1 && element_bytes <= 4;
   for (const Tuning& row : kTuning) {
     if (row_pieces > row.max_row || (row.whole && shifted) || row.cluster > max_cluster) continue;
+    if (row.max_threads == kLongBlock && !long_blocks) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
       return 1.0 - static_cast<double>(row_pieces) /
@@ -85,6 +101,7 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
     };
     Plan out;
     out.pieces = row.pieces[0];
+    if (row.full_float && (shifted || element_bytes != 4 || idle(out.pieces) > 0)) continue;
     if (const int other = row.pieces[1]; other != 0) {
       const double gain = idle(out.pieces) - idle(other);
       if (idle(out.pieces) > 0.125 && (gain > 0 || (gain == 0 && other > out.pieces))) out.pieces = other;
@@ -97,8 +114,7 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
       if (wanted > max_threads) break;
       out.threads = static_cast<int32_t>(group_of(std::max({wanted, tail, int64_t{1}})));
     }
-    // Shifted rows have only half as many threads a block.
-    if (shifted && out.threads > kShiftedMaxThreads) break;
+    if (shifted && out.threads > shifted_max_threads(out.pieces)) break;
     return out;
   }
   return Plan{};
@@ -114,9 +130,12 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
 // early 13.6 us, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4), where a row has many threads or, if up to 128,
 // unless half a wave of late ones were left over (1056x4096 6.6, 6.1, but 2112x4096 11.1, 12.3).
 //
+// A block of more than 512 threads has no room for the registers that early takes.
+//
 // It changes no bit.
 constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2; }  // two pieces
 inline bool fetches_late(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool past_l2, int sms) {
+  if (plan.pieces == 4 && plan.threads > 512) return true;
   if (past_l2) {
     const bool full = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
     switch (plan.pieces) {
@@ -125,7 +144,8 @@ inline bool fetches_late(const Plan& plan, int64_t rows, int64_t cols, int eleme
       default: return element_bytes == 2 || !full || plan.threads > 128;
     }
   }
-  if (plan.pieces != 4 || rows * plan.threads <= int64_t{640} * sms) return false;
+  if ((plan.pieces != 4 && plan.pieces != 5) || rows * plan.threads <= int64_t{640} * sms) return false;
+  if (plan.pieces == 5) return element_bytes == 2;  // 4096x1280: 32x5 early 7.6 us, late 7.4
   if (element_bytes > 2) return plan.threads > 256;
   const int64_t wave = int64_t{65536 / 40} / plan.threads * sms;  // of late ones, which take 40 registers a thread
   return plan.threads > 128 || (plan.threads >= 96 && (rows <= wave || 2 * rows > 3 * wave));

@@ -13,8 +13,8 @@ BATCHES = (1, 2, 3, 7, 64, 1000, MANY)
 # Of one and of several rows a warp, and, in float16, of rows that 16-byte accesses do not divide.
 NARROW = (1, 7, 8, 33, 64, 100, 128)
 
-# Pieces of 16 bytes in a row: several warps, a block, a large block, a cluster, a wide one, a row in chunks.
-WIDE_PIECES = (96, 128, 300, 512, 1024, 2048, 4096, 8192, 16384, 33000, 66000)
+# Pieces of 16 bytes in a row: a warp, several, a block, a large block, a cluster, a wide one, a row in chunks.
+WIDE_PIECES = (32, 64, 96, 128, 160, 300, 512, 640, 1024, 2048, 2560, 4096, 8192, 16384, 33000, 66000)
 
 
 def results(sample):

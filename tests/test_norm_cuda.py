@@ -160,7 +160,7 @@ def test_side_stream_of_a_gpu_that_is_not_the_current_one(call, second_cuda):
 
 # ---------------------------------------------------------------------------- which kernels there are
 
-TEMPLATE = re.compile(r"fastln::((?:norm_forward|norm_cluster|split_\w+)<.*?>)\(")
+TEMPLATE = re.compile(r"fastln::((?:norm_forward|norm_short|norm_cluster|split_\w+)<.*?>)\(")
 
 
 def compiled_variants():
@@ -168,17 +168,19 @@ def compiled_variants():
     if shutil.which("c++filt") is None:
         missing("c++filt")
     library = Path(fastln.__file__).with_name("libfastln.so").read_bytes()
-    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_cluster|split_[a-z_]+)I\w+", library))
+    mangled = set(re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_short|norm_cluster|split_[a-z_]+)I\w+", library))
     plain = subprocess.run(["c++filt"], input=b"\n".join(mangled), capture_output=True, check=True).stdout.decode()
     return {match[1] for line in plain.splitlines() if (match := TEMPLATE.match(line.removeprefix("void ")))}
 
 
 def call_every_variant():
-    """Every way to a kernel: dtypes of input and parameters, pieces, threads, alignment, within and past the L2."""
+    """Every way to a kernel: dtypes of input and parameters, pieces, threads, alignment, within and past the L2, and for
+    full rows whether there are both parameters."""
     pairs = [(d, d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
     pairs += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
-    plans = {16: ("pieces=2,threads=8", "pieces=3,threads=8")}  # by pieces in the row
-    plans[128] = *(f"pieces={n},threads=64" for n in (2, 3, 4, 8)), "pieces=8,threads=32,cluster=2", "split"
+    plans = {16: ("pieces=2,threads=8", "pieces=3,threads=8"), 32: ("pieces=2,threads=16",)}  # by pieces in the row
+    plans |= {n * t: (f"pieces={n},threads={t}",) for n in (2, 3, 4, 5, 8) for t in (32, 160)}  # full
+    plans[128] += *(f"pieces={n},threads=64" for n in (2, 3, 4, 5, 8)), "pieces=8,threads=32,cluster=2", "split"
     for dtype, param in pairs:
         for pieces, texts in plans.items():
             cols = whole_cols(dtype, pieces)
@@ -190,7 +192,8 @@ def call_every_variant():
                 for plan, form in itertools.product(texts, forms):
                     k = form.shape[1]
                     with forced(plan):
-                        fastln.layer_norm(form, [k], weight[:k], bias[:k])
+                        for b in (bias[:k], None):
+                            fastln.layer_norm(form, [k], weight[:k], b)
 
 
 def test_every_compiled_variant_is_reached(cuda):

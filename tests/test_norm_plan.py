@@ -8,14 +8,14 @@ import sys
 
 import pytest
 import torch
-from norm_support import assert_norm_matches_float64, each, forced, norm_inputs, whole_cols
+from norm_support import FWD, assert_norm_matches_float64, each, forced, norm_inputs, past_l2_rows, whole_cols
 from reference import same_bits
 
 import fastln
 from fastln._norm import force_plan
 
 ITEM_SIZES = (torch.float16, torch.float32, torch.float64)
-PIECES = (2, 3, 4, 8)
+PIECES = (2, 3, 4, 5, 8)
 THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 480, 512)
 CLUSTERS = (2, 4, 8, 16)
 
@@ -123,6 +123,8 @@ def test_plan_refuses_a_dtype_that_layer_norm_does_not_take(dtype):
 # Every text that names a variant, but for the many numbers of warps.
 VARIANTS = [
     *(f"pieces={n},threads={threads}" for threads in THREADS for n in (PIECES if threads >= 32 else (2, 3))),
+    "pieces=4,threads=544",
+    "pieces=4,threads=768",
     "pieces=8,threads=1024",
     *(f"pieces=8,threads={threads},cluster={cluster}" for cluster in CLUSTERS for threads in (32, 64, 480, 512)),
     "split",
@@ -141,11 +143,13 @@ def parsed(text):
 def held_cols(dtype, text):
     """Rows for this variant: the longest, shorter ones, and with a tail where it takes one."""
     plan = parsed(text)
+    if dtype == torch.float64 and plan.pieces == 4 and plan.threads > 512:
+        return ()  # which would take more registers than a block can have
     if text == "split":
         return 1, 7, 8, 33, 1024, 16384, 16385, 70001
     most = whole_cols(dtype, plan.pieces * plan.threads * plan.cluster)
     half = whole_cols(dtype, plan.pieces * plan.threads * plan.cluster // 2 + 1)
-    if plan.cluster > 1 or plan.threads > 512:
+    if plan.cluster > 1 or plan.pieces == 5 or (plan.pieces == 8 and plan.threads > 512):
         return most, half
     tail = min(whole_cols(dtype, 1) - 1, plan.threads)
     return most, half, most + tail, half + 1, tail
@@ -179,9 +183,15 @@ INVALID = [
         "Split",
         "pieces=4=4,threads=32",
     ),
-    *("pieces=1,threads=128", "pieces=5,threads=128", "pieces=0,threads=0", "pieces=-1,threads=128"),
+    *("pieces=1,threads=128", "pieces=6,threads=128", "pieces=0,threads=0", "pieces=-1,threads=128"),
     *("pieces=4,threads=0", "pieces=4,threads=3", "pieces=4,threads=33", "pieces=4,threads=-32"),
-    *("pieces=4,threads=544", "pieces=4,threads=1024", "pieces=8,threads=1056", "pieces=8,threads=1024,cluster=2"),
+    *(
+        "pieces=3,threads=544",
+        "pieces=4,threads=800",
+        "pieces=4,threads=1024",
+        "pieces=8,threads=1056",
+        "pieces=8,threads=1024,cluster=2",
+    ),
     *("pieces=4,threads=128,cluster=2", "pieces=8,threads=128,cluster=3", "pieces=8,threads=128,cluster=32"),
     *("pieces=8,threads=16,cluster=2", "pieces=8,threads=128,cluster=0", "pieces=8,threads=128,cluster=-1"),
 ]
@@ -235,10 +245,31 @@ def test_every_variant_matches_float64(text, cuda):
 
 
 @each()
+@pytest.mark.parametrize("pieces", [16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 640, 1024, 2560, 3072, 4096])
+def test_full_rows_have_the_same_bits_without_a_kernel_of_their_own(dtype, pieces, cuda):
+    """Full rows with weight and bias have kernels that ask nothing; ones or zeros left out take the general ones. Both
+    ways in a handful of rows, in odd numbers of them, and in more than stay resident, within the L2 and past it."""
+    cols = whole_cols(dtype, pieces)
+    most = past_l2_rows(cols, dtype)
+    for rows in (1, 3, 67, 4095, most // 3 | 1, most | 1):
+        sample = norm_inputs(dtype, cuda, (min(rows, 67), cols))
+        sample = sample.of(sample.input.repeat(rows // 67 + 1, 1)[:rows])
+        ones, zeros = torch.ones_like(sample.weight), torch.zeros_like(sample.bias)
+        for param in (dtype, torch.float32):
+            full = sample.in_dtypes(param, param)
+            for general in (full._replace(weight=None), full._replace(bias=None)):
+                weight = ones.to(param) if general.weight is None else general.weight
+                bias = zeros.to(param) if general.bias is None else general.bias
+                expected = FWD(*general)
+                for a, b in zip(FWD(*general._replace(weight=weight, bias=bias)), expected, strict=True):
+                    assert same_bits(a, b)
+
+
+@each()
 def test_fetching_the_parameters_early_or_late_changes_no_bit(dtype, cuda):
-    """Past the L2 four pieces a thread fetch them late; that is the same rows in a larger tensor."""
-    with forced("pieces=4,threads=128"):
-        for cols in (whole_cols(dtype, 512), whole_cols(dtype, 512) - 1):
+    """Past the L2 four and five pieces a thread fetch them late; that is the same rows in a larger tensor."""
+    for pieces, cols in ((4, whole_cols(dtype, 512)), (4, whole_cols(dtype, 512) - 1), (5, whole_cols(dtype, 640))):
+        with forced(f"pieces={pieces},threads=128"):
             sample = norm_inputs(dtype, cuda, (7, cols))
             copies = torch.cuda.get_device_properties(cuda).L2_cache_size // sample.input.nbytes + 1
             late = fastln.layer_norm(*sample.of(sample.input.repeat(copies, 1)))

@@ -1,4 +1,4 @@
-"""The subset of fastln.layer_norm for compute-sanitizer, which is slow: fewer than 80 calls, each of few rows.
+"""The subset of fastln.layer_norm for compute-sanitizer, which is slow: about a hundred calls, each of few rows.
 
 Under PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an allocation of its own, so that an access past its end
 is seen (case 27 of the list of known faults).
@@ -43,7 +43,14 @@ def test_case_27_no_access_outside_rows_of_any_place(offset, gap, device):
     check(torch.float64, 33, device, offset=offset, gap=gap)
 
 
-@pytest.mark.parametrize(("threads", "pieces"), [(4, 2), (4, 3), (64, 2), (64, 3), (64, 4), (64, 8)])
+@pytest.mark.parametrize(("pieces", "rows"), [(16, 1), (32, 5), (64, 5), (96, 5), (128, 3), (160, 3)])
+def test_case_27_no_access_past_the_end_of_full_rows_that_leave_groups_idle(pieces, rows, device):
+    check(torch.float16, 8 * pieces, device, rows=rows)
+    check(torch.bfloat16, 8 * pieces, device, rows=rows, gap=8, param=torch.float32)
+    check(torch.float32, 4 * pieces, device, rows=rows)
+
+
+@pytest.mark.parametrize(("threads", "pieces"), [(4, 2), (4, 3), (64, 2), (64, 3), (64, 4), (64, 5), (64, 8)])
 def test_case_27_no_access_past_the_end_in_any_variant(pieces, threads, device):
     whole = pieces * threads * 8
     plan, rows = f"pieces={pieces},threads={threads}", 18 if threads == 4 else 2
