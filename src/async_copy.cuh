@@ -72,10 +72,11 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes barriers known to copies and, behind a barrier of the cluster, to its other blocks.
+// Makes barriers known, behind a barrier of the cluster, to its other blocks; kToCopies: and to bulk copies.
+template <bool kToCopies>
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if constexpr (kToCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {
@@ -124,7 +125,8 @@ __device__ __forceinline__ uint32_t remote_address(uint32_t shared, int rank) {
   return address;
 }
 
-// Stores into another block of the cluster, whose barrier counts the bytes. Both addresses are remote ones.
+// Stores into another block of the cluster, whose barrier counts the bytes; both addresses are remote ones. One value,
+// or two that lie side by side.
 __device__ __forceinline__ void store_async(uint32_t address, float v, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v),
                "r"(barrier)
@@ -133,6 +135,16 @@ __device__ __forceinline__ void store_async(uint32_t address, float v, uint32_t 
 __device__ __forceinline__ void store_async(uint32_t address, double v, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(address), "d"(v),
                "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_async(uint32_t address, float a, float b, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(a), "f"(b), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_async(uint32_t address, double a, double b, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "d"(a), "d"(b), "r"(barrier)
                : "memory");
 }
 #endif

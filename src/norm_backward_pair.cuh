@@ -79,49 +79,23 @@ struct ClusterSums {
     blocks = cluster.num_blocks();
     rank = cluster.block_rank();
     if (threadIdx.x == 0) {
-      for (int turn = 0; turn < 2; ++turn)
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&room.arrived[turn])) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      for (int turn = 0; turn < 2; ++turn) init_barrier(shared_address(&room.arrived[turn]), 1);
+      publish_barriers<false>();
     }
     cooperative_groups::this_cluster().sync();
   }
 
-  // The same address in the shared memory of the cluster's block `rank`.
-  __device__ static uint32_t remote(const void* p, unsigned rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
-    return address;
-  }
-
   __device__ void send(Acc a, Acc b, int turn) const {
-    if (threadIdx.x == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&room.arrived[turn])),
-                   "r"(static_cast<uint32_t>(blocks * 2 * sizeof(Acc)))
-                   : "memory");
-    if (threadIdx.x >= blocks) return;
-    const uint32_t slot = remote(&room.block[turn][rank][0], threadIdx.x),
-                   arrived = remote(&room.arrived[turn], threadIdx.x);
-    if constexpr (sizeof(Acc) == 8)
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::"r"(slot),
-                   "d"(a), "d"(b), "r"(arrived)
-                   : "memory");
-    else
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(slot),
-                   "f"(a), "f"(b), "r"(arrived)
-                   : "memory");
+    const uint32_t arrived = shared_address(&room.arrived[turn]);
+    if (threadIdx.x == 0) arrive_expecting(arrived, static_cast<int>(blocks * 2 * sizeof(Acc)));
+    if (threadIdx.x < blocks)
+      store_async(remote_address(shared_address(&room.block[turn][rank][0]), threadIdx.x), a, b,
+                  remote_address(arrived, threadIdx.x));
   }
 
   // `parity`: how often this turn has been received before, modulo 2.
   __device__ void receive(Acc& a, Acc& b, int turn, int parity) const {
-    const uint32_t arrived = shared_address(&room.arrived[turn]);
-    uint32_t done = 0;
-    while (!done)
-      asm volatile(
-          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-          "selp.u32 %0, 1, 0, p;\n\t}"
-          : "=r"(done)
-          : "r"(arrived), "r"(parity)
-          : "memory");
+    wait_for_barrier<true>(shared_address(&room.arrived[turn]), parity);
     a = b = 0;
     for (unsigned from = 0; from < blocks; ++from) {
       a += room.block[turn][from][0];

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
       init_barrier(sums_ready + 8, 1);
     }
     if (warp == 0) init_barrier(params_ready, 2);
-    publish_barriers();
+    publish_barriers<true>();
   }
   __syncwarp();
 
