@@ -23,6 +23,7 @@
 #include "norm_backward_pair.cuh"
 #include "norm_backward_partial.cuh"
 #include "norm_backward_plan.h"
+#include "norm_backward_terms.cuh"
 #include "norm_rows.h"
 #include "reduce.cuh"
 #include "shift.cuh"
@@ -340,12 +341,9 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
       scale_of(j, scale);
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
-        const Acc xhat = mul(x[i] - row.mean, row.rstd), g = mul(dy[i], scale[i]);
-        g_sum = add(g_sum, g);
-        gx_sum = fma(g, xhat, gx_sum);
-        if constexpr (!kSums) continue;
-        dweight[j][i] = fma(dy[i], xhat, dweight[j][i]);
-        dbias[j][i] += dy[i];
+        const Acc xhat = mul(x[i] - row.mean, row.rstd);
+        add_to_row(g_sum, gx_sum, dy[i], scale[i], xhat);
+        if constexpr (kSums) add_to_column(dweight[j][i], dbias[j][i], dy[i], xhat);
       }
     }
   };

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "norm_backward_plan.h"
+#include "norm_backward_terms.cuh"
 #include "norm_rows.h"
-#include "reduce.cuh"
 #include "vec.cuh"
 
 namespace fastln {
@@ -28,28 +28,17 @@ __device__ void sum_columns(const BackwardLaunch& p, int64_t block, AccOf<Elem>*
   if (col < p.cols) {
 #pragma unroll 2
     for (int64_t row = lane; row < p.rows; row += lanes) {
-      const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride + col;
-      const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride + col;
-      V x_piece{}, dy_piece{};
-      if constexpr (kWhole) {
-        load_vec(x_piece, x);
-        load_vec(dy_piece, dy);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kAccess; ++i) {
-          if (col + i >= p.cols) continue;
-          set_item(x_piece, i, x[i]);
-          set_item(dy_piece, i, dy[i]);
-        }
-      }
+      const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;
+      const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
+      V x_piece, dy_piece;
+      load_both<kWhole>(x_piece, dy_piece, x, dy, col, p.cols);
       const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
       Acc x_items[kAccess], dy_items[kAccess];
       unpack(x_items, x_piece);
       unpack(dy_items, dy_piece);
 #pragma unroll
       for (int i = 0; i < kAccess; ++i) {
-        dweight[i] = fma(dy_items[i], mul(x_items[i] - mean, rstd), dweight[i]);
-        dbias[i] += dy_items[i];
+        add_to_column(dweight[i], dbias[i], dy_items[i], mul(x_items[i] - mean, rstd));
       }
     }
   }

@@ -4,6 +4,7 @@
 
 #include "norm_backward_pair.cuh"
 #include "norm_backward_plan.h"
+#include "norm_backward_terms.cuh"
 #include "norm_rows.h"
 #include "vec.cuh"
 
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   Acc g_sum = 0, gx_sum = 0;
 #pragma unroll 2
   for (int col = threadIdx.x * kAccess; col < cols; col += kBackwardThreads * kAccess) {
-    Vec<Elem, kAccess> x_piece{}, dy_piece{};
+    Vec<Elem, kAccess> x_piece, dy_piece;
     Vec<Param, kAccess> weight_piece = splat<Param, kAccess>(1);
     if (kWhole || col + kAccess <= cols) {
       if (weight) load_vec(weight_piece, weight + col);
@@ -36,26 +37,14 @@ __global__ void __launch_bounds__(kBackwardThreads)
       for (int i = 0; i < kAccess; ++i)
         if (weight && col + i < cols) set_item(weight_piece, i, weight[col + i]);
     }
-    if constexpr (kWhole) {
-      load_vec(x_piece, x + col);
-      load_vec(dy_piece, dy + col);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i) {
-        if (col + i >= cols) continue;
-        set_item(x_piece, i, x[col + i]);
-        set_item(dy_piece, i, dy[col + i]);
-      }
-    }
+    load_both<kWhole>(x_piece, dy_piece, x, dy, col, cols);
     Acc x_items[kAccess], dy_items[kAccess], scale[kAccess];
     unpack(x_items, x_piece);
     unpack(dy_items, dy_piece);
     unpack(scale, weight_piece);
 #pragma unroll
     for (int i = 0; i < kAccess; ++i) {
-      const Acc g = mul(dy_items[i], scale[i]);
-      g_sum = add(g_sum, g);
-      gx_sum = fma(g, mul(x_items[i] - mean, rstd), gx_sum);
+      add_to_row(g_sum, gx_sum, dy_items[i], scale[i], mul(x_items[i] - mean, rstd));
     }
   }
   add_group<true>(g_sum, gx_sum, kBackwardThreads, 0, 0, room);
