@@ -18,6 +18,7 @@
 #include <cooperative_groups.h>
 
 #include "async_copy.cuh"
+#include "norm_pieces.cuh"
 #include "norm_rows.h"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -150,31 +151,13 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
       held[j] = V{};
       if (inside(j)) held[j] = load_shared_vec<V>(slot + (j * kWarp + lane) * kMaxAccessBytes);
     }
-    Acc partial[kAccess];  // independent sums over the pieces, then added pairwise
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      Acc v[kAccess];
-      unpack(v, opaque(held[j]));
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i) partial[i] = j == 0 ? v[i] : partial[i] + v[i];
-    }
-    const Acc share = warp_sum(pairwise_sum(partial));
+    const Acc share = warp_sum(sum_pieces(held));
     __syncwarp();
     fetch(row + step);  // into the slot, which every lane has read
     const Acc mean = mul(row_sum(share, 0, parity), per_col);
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const Acc centre = inside(j) ? mean : Acc(0);  // past the row x is held as 0; centred on 0 it adds nothing
-      Acc v[kAccess];
-      unpack(v, opaque(held[j]));
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i) {
-        v[i] -= centre;
-        partial[i] = j == 0 ? mul(v[i], v[i]) : fma(v[i], v[i], partial[i]);
-      }
-    }
+    const Acc squares = sum_centred_squares(held, mean, inside);
     // Each thread's share is divided before it is added up: squares of values up to 1e18 stay finite.
-    const Acc variance = row_sum(warp_sum(mul(pairwise_sum(partial), per_col)), 1, parity);
+    const Acc variance = row_sum(warp_sum(mul(squares, per_col)), 1, parity);
     const Acc rstd = reciprocal_sqrt(variance + p.eps_as(Acc()));
     if (unit == 0 && lane == 0 && p.mean) {
       static_cast<Acc*>(p.mean)[row] = mean;
@@ -189,16 +172,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
         P w = splat<Param, kAccess>(1), b = splat<Param, kAccess>(0);
         if (p.weight) load_vec(w, weight + j * kStep);
         if (p.bias) load_vec(b, bias + j * kStep);
-        Acc v[kAccess];
-        AccOf<Param> scale[kAccess], shift[kAccess];
-        unpack(v, opaque(held[j]));
-        unpack(scale, w);
-        unpack(shift, b);
-#pragma unroll
-        for (int i = 0; i < kAccess; ++i) v[i] = fma(mul(v[i] - mean, rstd), scale[i], shift[i]);
-        V out;
-        pack(out, v);
-        store_vec(y + j * kStep, out);
+        store_vec(y + j * kStep, normalized<Elem>(opaque(held[j]), w, b, mean, rstd));
       }
     };
     if (p.holds) {

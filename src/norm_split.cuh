@@ -13,6 +13,7 @@
 
 #include "norm_forward.cuh"
 #include "norm_launch.h"
+#include "norm_pieces.cuh"
 #include "reduce.cuh"
 #include "shift.cuh"
 #include "vec.cuh"
@@ -111,29 +112,9 @@ __global__ void __launch_bounds__(kSplitThreads, split_blocks(kRows))
   wait_for_previous_kernel();
   const Chunk<Elem, kRows> chunk(p, blockIdx.x, chunks);
   const BlockSum<Acc, 2> block(shared);
-  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
-  Acc partial[kAccess];  // independent sums over the pieces, then added pairwise
-#pragma unroll
-  for (int j = 0; j < kSplitPieces; ++j) {
-    Acc v[kAccess];
-    unpack(v, opaque(chunk.held[j]));
-#pragma unroll
-    for (int i = 0; i < kAccess; ++i) partial[i] = j == 0 ? v[i] : partial[i] + v[i];
-  }
   const Acc per_chunk_col = Acc(1) / static_cast<Acc>(chunk.count);
-  const Acc mean = mul(block.template sum<0>(pairwise_sum(partial) + chunk.tail), per_chunk_col);
-#pragma unroll
-  for (int j = 0; j < kSplitPieces; ++j) {
-    const Acc centre = chunk.inside(j) ? mean : Acc(0);  // past the row x is held as 0; centred on 0 it adds nothing
-    Acc v[kAccess];
-    unpack(v, opaque(chunk.held[j]));
-#pragma unroll
-    for (int i = 0; i < kAccess; ++i) {
-      v[i] -= centre;
-      partial[i] = j == 0 ? mul(v[i], v[i]) : fma(v[i], v[i], partial[i]);
-    }
-  }
-  Acc share = pairwise_sum(partial);
+  const Acc mean = mul(block.template sum<0>(sum_pieces(chunk.held) + chunk.tail), per_chunk_col);
+  Acc share = sum_centred_squares(chunk.held, mean, [&](int j) { return chunk.inside(j); });
   if (chunk.has_tail()) share = fma(chunk.tail - mean, chunk.tail - mean, share);
   // Divided by the whole row's columns before it is added up: squares of values up to 1e18 stay finite.
   share = block.template sum<1>(mul(share, p.per_col_as(Acc())));
@@ -207,23 +188,6 @@ class AnyPlace {
   int offset_;
   Vec<T, kGranule> part_[kParts + 1];
 };
-
-// x of kAccess columns becomes y.
-template <typename Elem, typename Param, int kAccess>
-__device__ __forceinline__ Vec<Elem, kAccess> normalized(const Vec<Elem, kAccess>& x, const Vec<Param, kAccess>& weight,
-                                                         const Vec<Param, kAccess>& bias, AccOf<Elem> mean,
-                                                         AccOf<Elem> rstd) {
-  AccOf<Elem> v[kAccess];
-  AccOf<Param> scale[kAccess], shift[kAccess];
-  unpack(v, x);
-  unpack(scale, weight);
-  unpack(shift, bias);
-#pragma unroll
-  for (int i = 0; i < kAccess; ++i) v[i] = fma(mul(v[i] - mean, rstd), scale[i], shift[i]);
-  Vec<Elem, kAccess> y;
-  pack(y, v);
-  return y;
-}
 
 template <typename Elem, typename Param>
 __global__ void __launch_bounds__(kSplitThreads, split_blocks(Rows::kWhole))
