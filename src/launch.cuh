@@ -34,18 +34,12 @@ cudaError_t launch_rows(Rows p, bool has_dependent_launch, cudaStream_t stream) 
   const int64_t threads_wanted = (p.cols + kItems - 1) / kItems;
   const int threads = static_cast<int>(
       std::min<int64_t>((threads_wanted + kWarp - 1) / kWarp * kWarp, most_threads<Acc, kItems, kRun, kLong>()));
-  cudaLaunchAttribute attribute = dependent_launch();
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = has_dependent_launch ? 1 : 0;
   // A grid holds 2^31 - 1 blocks; more rows than that take several launches.
   for (int64_t left = p.rows; left > 0;) {
     const int64_t blocks = std::min<int64_t>(left, INT_MAX);
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    const LaunchConfig config(dim3(static_cast<unsigned>(blocks)), dim3(threads), 0, 1, has_dependent_launch, stream);
     const cudaError_t err =
-        cudaLaunchKernelEx(&config, layer_norm_rows<Elem, Acc, kItems, kAccess, kRun, kParams, kLong>, p);
+        cudaLaunchKernelEx(config.get(), layer_norm_rows<Elem, Acc, kItems, kAccess, kRun, kParams, kLong>, p);
     if (err != cudaSuccess) return err;
     p.x = static_cast<const Elem*>(p.x) + blocks * p.x_stride;
     p.y = static_cast<Elem*>(p.y) + blocks * p.cols;
