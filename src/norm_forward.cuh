@@ -16,6 +16,7 @@
 #include "norm_rows.h"
 #include "reduce.cuh"
 #include "shift.cuh"
+#include "tuning.h"
 #include "vec.cuh"
 
 namespace fastln {
@@ -47,21 +48,22 @@ constexpr bool kFourFit40 = true;
 
 // Whether the unpacked values stay in registers between the passes; otherwise they are unpacked anew in each, which
 // costs up to 3 instructions an element but leaves the registers to other warps.
-template <typename Elem, int kPieces, bool kEarly, Rows kRows>
-constexpr bool kKeepsValues = sizeof(Elem) > 2
-                                  ? (kRows != Rows::kShifted && kPieces <= 3 && kEarly)
-                                  : (kPieces == 2 && kEarly) || (kPieces == 4 && kEarly && rows_are_pieces(kRows));
+template <typename Elem, int kPieces, Fetch kFetch, Rows kRows>
+constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows != Rows::kShifted && kPieces <= 3 && kFetch != Fetch::kLate)
+                                               : kFetch != Fetch::kLate &&
+                                                     (kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows)));
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
 // uses to unpack earlier, which is worth less than another block. (On an H200, late: bfloat16 32768x2048 with 2 pieces
 // 67.5 us at 32 registers, 70.7 at 40, 73.1 at 48; 2048x16384 with 4 37.4 at 40, 39.2 at 48, 39.4 at 56.)
-template <typename Elem, typename Param, int kPieces, bool kEarly, Rows kRows>
+template <typename Elem, typename Param, int kPieces, Fetch kFetch, Rows kRows>
 constexpr int forward_registers() {
   constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers
   constexpr bool kWhole = rows_are_pieces(kRows);
   if (kPieces == 8 && kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
-  if (!kEarly && kPieces <= 5) {
+  if (kFetch == Fetch::kTight) return kWideBlocksFit && kFourFit40 ? 64 : 80;
+  if (kFetch == Fetch::kLate && kPieces <= 5) {
     if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;
     if (!kWideBlocksFit) return kPieces == 5 && kWide ? 80 : 64;
     if (kPieces == 2) return kWide && kRows == Rows::kFull ? 40 : 32;
@@ -92,13 +94,13 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
   return v;
 }
 
-// kEarly: weight and bias are fetched before the reductions, which then hide their latency. Past L2, where
-// other blocks hide it anyway, the registers they take cost more than that gains; see fetches_late().
+// kFetch: weight and bias are fetched before the reductions, or after them; see fetch_of().
 //
 // kWarps: the group is whole warps, so that accesses lie apart by constants. Whether it is one warp or a block is asked
 // at run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.
-template <typename Elem, typename Param, int kPieces, bool kEarly, Rows kRows, bool kWarps>
-__global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRows>())) norm_forward(const NormRows p) {
+template <typename Elem, typename Param, int kPieces, Fetch kFetch, Rows kRows, bool kWarps>
+__global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRows>())) norm_forward(const NormRows p) {
+  constexpr bool kEarly = kFetch != Fetch::kLate;
   using Acc = AccOf<Elem>;
   constexpr int kPiece = kMaxAccessBytes / static_cast<int>(sizeof(Elem));  // elements
   // What a thread reads and writes at once, and how often.
@@ -181,7 +183,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kEarly, kRo
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
   const BlockSum<Acc, 2> block(partial, p.threads > kWarp);
 
-  constexpr bool kKeep = kKeepsValues<Elem, kPieces, kEarly, kRows>;
+  constexpr bool kKeep = kKeepsValues<Elem, kPieces, kFetch, kRows>;
   Acc kept[kKeep ? kCount : 1][kAccess];
   const auto values = [&](Acc(&v)[kAccess], int j) {
     if constexpr (kKeep) {

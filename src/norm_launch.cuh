@@ -46,31 +46,34 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, 
 // Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
 template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
 
-// Every compiled variant of norm_forward: kWarps for groups of whole warps, `late` as fetches_late() has it. With 8
+// Every compiled variant of norm_forward: kWarps for groups of whole warps, `fetch` as fetch_of() has it. With 8
 // pieces, and with 5 and parameters wider than the elements, registers are short, and weight and bias always fetched late.
 template <typename Elem, typename Param, Rows kRows, bool kWarps>
-void (*find_forward(int pieces, bool late))(NormRows) {
-  const auto either = [&](auto count) {
+void (*find_forward(int pieces, Fetch fetch))(NormRows) {
+  const auto when = [&](auto count) {
     constexpr int kPieces = decltype(count)::value;
+    constexpr bool kFull = kRows == Rows::kFull;
     constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && sizeof(Param) <= sizeof(Elem));
     // Of full rows, 3 pieces are never fetched late.
-    constexpr bool kLate =
-        kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kRows == Rows::kFull && kPieces == 3);
-    if constexpr (kLate) {
-      if (late || !kEarly) return &norm_forward<Elem, Param, kPieces, false, kRows, kWarps>;
+    constexpr bool kLate = kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && kPieces == 3);
+    if constexpr (kFull && kPieces == 4 && sizeof(Elem) == 4) {
+      if (fetch == Fetch::kTight) return &norm_forward<Elem, Param, kPieces, Fetch::kTight, kRows, kWarps>;
     }
-    return &norm_forward<Elem, Param, kPieces, kEarly, kRows, kWarps>;
+    if constexpr (kLate) {
+      if (fetch == Fetch::kLate || !kEarly) return &norm_forward<Elem, Param, kPieces, Fetch::kLate, kRows, kWarps>;
+    }
+    return &norm_forward < Elem, Param, kPieces, kEarly ? Fetch::kEarly : Fetch::kLate, kRows, kWarps > ;
   };
   if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
-    if (pieces == 2) return either(std::integral_constant<int, 2>());
-    if (pieces == 3) return either(std::integral_constant<int, 3>());
+    if (pieces == 2) return when(std::integral_constant<int, 2>());
+    if (pieces == 3) return when(std::integral_constant<int, 3>());
   }
   if constexpr (kWarps) {
-    if (pieces == 4) return either(std::integral_constant<int, 4>());
+    if (pieces == 4) return when(std::integral_constant<int, 4>());
     if constexpr (kRows != Rows::kWords) {
-      if (pieces == 5) return either(std::integral_constant<int, 5>());
+      if (pieces == 5) return when(std::integral_constant<int, 5>());
     }
-    if (pieces == 8) return either(std::integral_constant<int, 8>());
+    if (pieces == 8) return when(std::integral_constant<int, 8>());
   }
   return nullptr;
 }
@@ -110,18 +113,13 @@ cudaError_t resident_clusters(int cluster, const DeviceFacts& device, int* out) 
   std::atomic<int>& entry = known[device.index][cluster];
   if ((*out = entry.load(std::memory_order_acquire)) > 0) return cudaSuccess;
   const auto kernel = reinterpret_cast<const void*>(kKernel);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
-  config.blockDim = dim3(kClusterThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(device.shared_bytes_block);
-  cudaLaunchAttribute attribute = cluster_launch(cluster);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  const LaunchConfig config(dim3(static_cast<unsigned>(cluster)), dim3(kClusterThreads), device.shared_bytes_block,
+                            cluster, false, nullptr);
   cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(device.shared_bytes_block));
   if (err == cudaSuccess && cluster > kPortableCluster)
     err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (err == cudaSuccess) err = cudaOccupancyMaxActiveClusters(out, kernel, &config);
+  if (err == cudaSuccess) err = cudaOccupancyMaxActiveClusters(out, kernel, config.get());
   if (err != cudaSuccess) return err;
   *out = std::max(*out, 1);  // the launch will say why none fits
   entry.store(*out, std::memory_order_release);
@@ -145,15 +143,10 @@ cudaError_t launch_cluster(const NormRows& rows, const DeviceFacts& device, cuda
   while ((p.groups + 1) * p.threads <= kClusterThreads && shared_bytes(p.groups + 1) <= device.shared_bytes_block &&
          static_cast<int64_t>(p.groups) * clusters < p.rows)
     ++p.groups;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * p.cluster));
-  config.blockDim = dim3(static_cast<unsigned>(p.groups * p.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes(p.groups));
-  config.stream = stream;
-  cudaLaunchAttribute attributes[] = {cluster_launch(p.cluster), dependent_launch()};
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, norm_cluster<Elem, Param>, p);
+  const LaunchConfig config(dim3(static_cast<unsigned>(clusters * p.cluster)),
+                            dim3(static_cast<unsigned>(p.groups * p.threads)), shared_bytes(p.groups), p.cluster, true,
+                            stream);
+  return cudaLaunchKernelEx(config.get(), norm_cluster<Elem, Param>, p);
 }
 
 template <typename Elem, typename Param>
@@ -212,10 +205,10 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     if (plan.pieces == kClusterPieces && rows_are_whole<Elem>(p)) err = launch_cluster<Elem, Param>(p, device, s);
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
-    const bool late = fetches_late(plan, p.rows, p.cols, sizeof(Elem), past_l2, device.sms);
     const bool whole = rows_are_whole<Elem>(p), words = !whole && rows_are_words<Elem>(p.cols, plan);
     const bool full = sizeof(Elem) <= 4 && whole && p.weight && p.bias &&
                       p.cols * static_cast<int64_t>(sizeof(Elem)) == int64_t{plan.pieces} * plan.threads * 16;
+    const Fetch fetch = fetch_of(plan, p.rows, p.cols, sizeof(Elem), full, past_l2, device.sms);
     // Whole rows of a warp with 2 pieces a lane are better off without the fixed number of lanes if they fit L2
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
     const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
@@ -226,12 +219,12 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
       if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
         kernel = find_short<Elem, Param>(plan.pieces, plan.threads);
       if (kernel) rows_a_group = kRowsTogether;
-      else if (full && warps) kernel = find_forward<Elem, Param, Rows::kFull, true>(plan.pieces, late);
+      else if (full && warps) kernel = find_forward<Elem, Param, Rows::kFull, true>(plan.pieces, fetch);
     }
     const auto find = [&](auto rows) {
       constexpr Rows kRows = decltype(rows)::value;
-      return warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, late)
-                   : find_forward<Elem, Param, kRows, false>(plan.pieces, late);
+      return warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, fetch)
+                   : find_forward<Elem, Param, kRows, false>(plan.pieces, fetch);
     };
     if (!kernel)
       kernel = whole   ? find(std::integral_constant<Rows, Rows::kWhole>())

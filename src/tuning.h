@@ -120,11 +120,19 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   return Plan{};
 }
 
-// Whether weight and bias are fetched after the reductions, for rows that norm_forward takes whole. Early, the
-// reductions hide their latency, which is what few rows want (1x8192: 2.1 us, late 2.8). Past L2 other blocks hide it,
-// and the registers they take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04,
-// 0.98) except where few are held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32
-// 16384x2048: 0.98, 1.00), and all loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
+// When weight and bias are fetched, of rows that norm_forward takes. It changes no bit.
+enum class Fetch {
+  kEarly,  // before the reductions, which hide their latency
+  kTight,  // likewise, in as few registers as leave room for one more block
+  kLate,   // after the reductions
+};
+
+constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2; }  // two pieces
+
+// Early is what few rows want (1x8192: 2.1 us, late 2.8). Past L2 other blocks hide the latency, and the registers they
+// take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04, 0.98) except where few are
+// held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32 16384x2048: 0.98, 1.00), and all
+// loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
 //
 // Within L2 late gains once there are more rows than stay resident with the registers that early takes (1024x8192:
 // early 13.6 us, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4), where a row has many threads or, if up to 128,
@@ -132,23 +140,29 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
 //
 // A block of more than 512 threads has no room for the registers that early takes.
 //
-// It changes no bit.
-constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2; }  // two pieces
-inline bool fetches_late(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool past_l2, int sms) {
-  if (plan.pieces == 4 && plan.threads > 512) return true;
+// `full`: the rows have kernels that ask nothing (norm_forward.cuh). Those of float32 and 4 pieces hold weight and bias
+// in 64 registers, where late they take 40 (4096x4096: tight 0.98 copies, late 1.02; 8192x4096 0.98, 1.00; 8192x8192
+// 0.99, 1.00; 2048x4096 18.0 us, early in 70 registers 19.0; but 16x4096 2.3 and 2.2, and 128 threads gain nothing).
+inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool full, bool past_l2,
+                      int sms) {
+  const auto late_if = [](bool late) { return late ? Fetch::kLate : Fetch::kEarly; };
+  const bool crowded = rows * plan.threads > int64_t{640} * sms;
+  if (plan.pieces == 4 && plan.threads > 512) return Fetch::kLate;
+  if (full && element_bytes == 4 && plan.pieces == 4 && plan.threads > 128 && crowded) return Fetch::kTight;
   if (past_l2) {
-    const bool full = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
+    const bool no_idle_loads = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
     switch (plan.pieces) {
-      case 2: return may_fetch_two_late(element_bytes) && plan.threads > 32;
-      case 3: return !full;
-      default: return element_bytes == 2 || !full || plan.threads > 128;
+      case 2: return late_if(may_fetch_two_late(element_bytes) && plan.threads > 32);
+      case 3: return late_if(!no_idle_loads);
+      default: return late_if(element_bytes == 2 || !no_idle_loads || plan.threads > 128);
     }
   }
-  if ((plan.pieces != 4 && plan.pieces != 5) || rows * plan.threads <= int64_t{640} * sms) return false;
-  if (plan.pieces == 5) return element_bytes == 2;  // 4096x1280: 32x5 early 7.6 us, late 7.4
-  if (element_bytes > 2) return plan.threads > 256;
+  if (!crowded) return Fetch::kEarly;
+  if (plan.pieces == 5) return late_if(element_bytes == 2);  // 4096x1280: 32x5 early 7.6 us, late 7.4
+  if (plan.pieces != 4) return Fetch::kEarly;
+  if (element_bytes > 2) return late_if(plan.threads > 256);
   const int64_t wave = int64_t{65536 / 40} / plan.threads * sms;  // of late ones, which take 40 registers a thread
-  return plan.threads > 128 || (plan.threads >= 96 && (rows <= wave || 2 * rows > 3 * wave));
+  return late_if(plan.threads > 128 || (plan.threads >= 96 && (rows <= wave || 2 * rows > 3 * wave)));
 }
 
 }  // namespace fastln

@@ -174,12 +174,13 @@ def compiled_variants():
 
 
 def call_every_variant():
-    """Every way to a kernel: dtypes of input and parameters, pieces, threads, alignment, within and past the L2, and for
-    full rows whether there are both parameters."""
+    """Every way to a kernel: dtypes of input and parameters, pieces, threads, alignment, within and past the L2, and
+    for full rows with both parameters or one."""
     pairs = [(d, d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
     pairs += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
     plans = {16: ("pieces=2,threads=8", "pieces=3,threads=8"), 32: ("pieces=2,threads=16",)}  # by pieces in the row
     plans |= {n * t: (f"pieces={n},threads={t}",) for n in (2, 3, 4, 5, 8) for t in (32, 160)}  # full
+    plans[2560] = ("pieces=4,threads=640",)
     plans[128] += *(f"pieces={n},threads=64" for n in (2, 3, 4, 5, 8)), "pieces=8,threads=32,cluster=2", "split"
     for dtype, param in pairs:
         for pieces, texts in plans.items():
