@@ -7,10 +7,12 @@ torch differentiates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
 from fastln import _formula
 from fastln._norm_fakes import check
@@ -29,6 +31,27 @@ def run(overload, *args, **kwargs):
         return overload(*args, **kwargs)
     with _BelowAutograd():
         return overload._op(*args, **kwargs)  # what calling the overload comes to, less a call in Python
+
+
+# What torch.utils.checkpoint raises where a recomputation has saved its last tensor.
+_RecomputationDone = getattr(checkpoint, "_StopRecomputationError", ())
+
+
+def behind_gate(function: Callable) -> Callable:
+    """``function`` as a gate in C++ calls it, where no exception keeps its type on the way back.
+
+    So the one that ends a checkpoint's recomputation early cannot: the recomputation then goes on to its end, which
+    saves nothing more.
+    """
+
+    def call(*args):
+        try:
+            return function(*args)
+        except _RecomputationDone:
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                return function(*args)
+
+    return call
 
 
 def needs_backward(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:

@@ -222,8 +222,8 @@ def _register() -> None:
         return refusal
 
     # Where the gate sends a plain tensor in grad mode.
-    _registrations.impl("_with_grad", with_grad, "CompositeImplicitAutograd")
-    _registrations.impl("_with_grad.scalar", with_grad_scalar, "CompositeImplicitAutograd")
+    _registrations.impl("_with_grad", _autograd.behind_gate(with_grad), "CompositeImplicitAutograd")
+    _registrations.impl("_with_grad.scalar", _autograd.behind_gate(with_grad_scalar), "CompositeImplicitAutograd")
     _registrations.impl("_with_grad.out", with_grad_out, "CompositeImplicitAutograd")
 
 

@@ -186,7 +186,7 @@ _registrations = torch.library.Library("fastln", "IMPL")
 _registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
 for _name in ("layer_norm_fwd", "layer_norm_bwd"):
     _registrations.impl(_name, _without_derivative(_name), "Autograd")
-_registrations.impl("_layer_norm_with_grad", _autograd.layer_norm, "CompositeImplicitAutograd")
+_registrations.impl("_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm), "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.
 _registrations.impl("layer_norm", _autograd.layer_norm, "AutogradMeta")

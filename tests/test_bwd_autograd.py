@@ -348,6 +348,19 @@ def test_activation_checkpoints_give_the_same_gradients(call, use_reentrant, dev
     assert all_same(grads(kept), grads(plain))
 
 
+@call_by_either_way
+@PRESENT
+def test_a_checkpoint_may_end_with_the_norm(call, present, device):
+    """The last tensor is then saved within the norm, and there torch ends the recomputation by an exception."""
+    sample = norm_inputs(torch.float32, device, (7, 33))
+    sample = sample._replace(**{name: None for name in ("weight", "bias") if name not in present})
+    plain, kept = (leaves(sample, *present) for _ in range(2))
+    expected = step(lambda x: call(*plain.of(x * 2)), plain.input)
+    got = step(lambda x: checkpoint(lambda x: call(*kept.of(x * 2)), x, use_reentrant=False), kept.input)
+    assert same_bits(got, expected)
+    assert all_same(grads(kept), grads(plain))
+
+
 @pytest.mark.parametrize("save", [True, False])
 def test_a_selective_checkpoint_can_save_the_norm_or_recompute_it(save, device):
     plain, kept = (leaves(norm_inputs(torch.float32, device, (7, 33)), "weight", "bias") for _ in range(2))

@@ -6,6 +6,7 @@ import torch
 from bwd_support import TENSORS, assert_gradients_match_float64, upstream
 from norm_support import Norm
 from reference import call_out, layer_norm_float64, same_bits, sample_inputs
+from torch.utils.checkpoint import checkpoint
 
 OVERLOADS = {
     "default": lambda kernel, x, w, b: kernel.op(x, w, b),
@@ -53,6 +54,19 @@ def test_output_requires_grad_only_where_an_input_does(kernel, device):
 
 
 # ----------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_a_checkpoint_may_end_with_the_op(kernel, overload, device):
+    """The last tensor is then saved within the op, and there torch ends the recomputation by an exception."""
+    plain, kept = (with_grad(kernel, device, *TENSORS) for _ in range(2))
+    expected = OVERLOADS[overload](kernel, *plain)
+    got = checkpoint(OVERLOADS[overload], kernel, *kept, use_reentrant=False)
+    for y in (expected, got):
+        y.sum().backward()
+    assert same_bits(got.detach(), expected.detach())
+    for a, b in zip(kept, plain, strict=True):
+        assert (a.grad is b.grad is None) or same_bits(a.grad, b.grad)
 
 
 def gradients(kernel, arguments, dy):
