@@ -29,8 +29,8 @@ struct Call {
 
 void check_stats(const char* what, const Tensor& t, const Tensor& input, int64_t rows) {
   if (t.numel() != rows) fail(kOp, "expected ", what, " of ", rows, " elements, one a row, got ", t.numel());
-  if (t.scalar_type() != stats_type(input))
-    fail(kOp, "expected ", what, " of dtype ", dtype_name(stats_type(input)), ", got ", dtype_name(t.scalar_type()));
+  if (dtype_of(t) != stats_type(input))
+    fail(kOp, "expected ", what, " of dtype ", dtype_name(stats_type(input)), ", got ", dtype_name(dtype_of(t)));
   check_on_device(kOp, what, t, input);
 }
 
@@ -40,9 +40,9 @@ void check(const Call& c) {
   const auto sizes = c.input.sizes(), got = c.grad_out.sizes();
   if (!std::equal(sizes.begin(), sizes.end(), got.begin(), got.end()))
     fail(kOp, "expected grad_out of shape ", list_text(sizes), ", got ", list_text(got));
-  if (c.grad_out.scalar_type() != c.input.scalar_type())
+  if (dtype_of(c.grad_out) != c.input.scalar_type())
     fail(kOp, "expected grad_out of dtype ", dtype_name(c.input.scalar_type()), ", got ",
-         dtype_name(c.grad_out.scalar_type()));
+         dtype_name(dtype_of(c.grad_out)));
   check_on_device(kOp, "grad_out", c.grad_out, c.input);
   int64_t rows = 1;
   for (size_t d = 0; d < sizes.size() - c.shape.size(); ++d) rows *= sizes[d];
@@ -139,7 +139,7 @@ Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> s
   if (mask[2]) dbias = empty_contiguous(shape, type, input);
   if (input.numel() == 0) {
     for (const OptionalTensor* t : {&dweight, &dbias})
-      if (*t) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_((*t)->get()));
+      if (*t) FASTLN_CHECK_TORCH(aoti_torch_zero_((*t)->get()));
   } else if (dx || dweight || dbias) {
     run_cuda(c, type, dx, dweight, dbias);
   }
@@ -164,7 +164,7 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
   auto stats_sizes = input.sizes().vec();
   std::fill(stats_sizes.end() - shape.size(), stats_sizes.end(), 1);
   const Tensor zero = empty_contiguous(stats_sizes, type, input);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(zero.get()));
+  FASTLN_CHECK_TORCH(aoti_torch_zero_(zero.get()));
   const bool has_sizes = std::equal(stats_sizes.begin(), stats_sizes.end(), mean.sizes().begin(), mean.sizes().end());
   const Tensor row_means = has_sizes ? mean : torch::stable::reshape(mean, stats_sizes);
   const Tensor centred = torch::stable::subtract(in_dtype(input, type), row_means);
@@ -175,7 +175,7 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
                           from(IntList(shape)),           from(zero),
                           from(as_contiguous(rstd)),      from(OptionalTensor(w)),
                           from(OptionalTensor(w)),        from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
   const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
   return {mask[0] ? in_dtype(dx, input.scalar_type()) : dx, mask[1] ? in_dtype(dweight, c.grad_type(weight)) : dweight,
           mask[2] ? in_dtype(dbias, c.grad_type(bias)) : dbias};

@@ -50,8 +50,8 @@ constexpr const char* kOutOverlapsWeight = "expected out not to overlap weight, 
 constexpr const char* kOutOverlapsBias = "expected out not to overlap bias, got an overlap";
 
 void check_input(const KernelEntry& k, const Tensor& input) {
-  if (input.scalar_type() != k.element)
-    fail(k.name, "expected input of dtype ", dtype_name(k.element), ", got ", dtype_name(input.scalar_type()));
+  if (dtype_of(input) != k.element)
+    fail(k.name, "expected input of dtype ", dtype_name(k.element), ", got ", dtype_name(dtype_of(input)));
   if (input.dim() == 0) fail(k.name, "expected input with at least 1 dimension, got 0");
 }
 
@@ -59,7 +59,7 @@ void check_affine(const KernelEntry& k, const char* what, const Tensor& t, const
   const int64_t cols = input.size(input.dim() - 1);
   if (t.dim() != 1 || t.size(0) != cols)
     fail(k.name, "expected ", what, " of shape [", cols, "], got ", list_text(t.sizes()));
-  const ScalarType type = t.scalar_type();
+  const ScalarType type = dtype_of(t);
   if (type != k.element && type != ScalarType::Float)
     fail(k.name, "expected ", what, " of dtype ", dtype_name(k.element),
          k.element == ScalarType::Float ? "" : " or float32", ", got ", dtype_name(type));
@@ -70,8 +70,8 @@ void check_out(const KernelEntry& k, const Tensor& out, const Tensor& input) {
   const auto want = input.sizes(), got = out.sizes();
   if (!std::equal(want.begin(), want.end(), got.begin(), got.end()))
     fail(k.name, "expected out of shape ", list_text(want), ", got ", list_text(got));
-  if (out.scalar_type() != k.element)
-    fail(k.name, "expected out of dtype ", dtype_name(k.element), ", got ", dtype_name(out.scalar_type()));
+  if (dtype_of(out) != k.element)
+    fail(k.name, "expected out of dtype ", dtype_name(k.element), ", got ", dtype_name(dtype_of(out)));
   if (!on_same_device(out, input)) fail(k.name, "expected out on ", device_text(input), ", got ", device_text(out));
   if (!out.is_contiguous()) fail(k.name, "expected a contiguous out, got strides ", list_text(out.strides()));
 }
@@ -164,9 +164,9 @@ void run_affine(const KernelEntry& k, const Tensor& input, const OptionalTensor&
 void bump_version(const Tensor& out) {
   const int64_t size = 0, stride = 1;
   AtenTensorHandle empty_view;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(out.get(), &size, &stride, &empty_view));
+  FASTLN_CHECK_TORCH(aoti_torch_as_strided(out.get(), &size, &stride, &empty_view));
   const Tensor owner(empty_view);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(empty_view));
+  FASTLN_CHECK_TORCH(aoti_torch_zero_(empty_view));
 }
 
 // ------------------------------------------------------------------------------------------ overloads
@@ -221,7 +221,7 @@ void layer_norm_out(Tensor input, OptionalTensor weight, OptionalTensor bias, do
 template <typename... Args>
 StableIValue call_twin(const KernelEntry& k, const char* overload, const Args&... args) {
   StableIValue stack[] = {torch::stable::detail::from(args)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(k.twin, overload, stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher(k.twin, overload, stack, TORCH_ABI_VERSION));
   return stack[0];
 }
 
@@ -230,7 +230,7 @@ template <typename... Args>
 StableIValue call_python(size_t index, const char* overload, const Args&... args) {
   using torch::stable::detail::from;
   StableIValue stack[] = {from(static_cast<int64_t>(index)), from(args)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION));
   return stack[0];
 }
 

@@ -135,7 +135,7 @@ Triple aten_layer_norm(const Tensor& input, IntList shape, const OptionalTensor&
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   StableIValue stack[] = {from(input), from(shape), from(weight), from(bias), from(eps)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
@@ -169,7 +169,7 @@ Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, Opt
       aoti_torch_grad_mode_is_enabled() || is_wrapper(input) || is_wrapper(weight) || is_wrapper(bias);
   const char* op = to_python ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
   StableIValue stack[] = {from(input), from(IntList(shape)), from(weight), from(bias), from(eps)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 

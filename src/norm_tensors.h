@@ -27,15 +27,15 @@ inline void check_affine(const char* op, const char* what, const OptionalTensor&
   const auto got = t->sizes();
   if (!std::equal(shape.begin(), shape.end(), got.begin(), got.end()))
     fail(op, "expected ", what, " of shape ", list_text(shape), ", got ", list_text(got));
-  if (!is_floating(t->scalar_type()))
-    fail(op, "expected ", what, " of dtype float16, bfloat16, float32 or float64, got ", dtype_name(t->scalar_type()));
+  if (!is_floating(dtype_of(*t)))
+    fail(op, "expected ", what, " of dtype float16, bfloat16, float32 or float64, got ", dtype_name(dtype_of(*t)));
   check_on_device(op, what, *t, input);
 }
 
 inline void check_norm(const char* op, const Tensor& input, IntList shape, const OptionalTensor& weight,
                        const OptionalTensor& bias) {
-  if (!is_floating(input.scalar_type()))
-    fail(op, "expected input of dtype float16, bfloat16, float32 or float64, got ", dtype_name(input.scalar_type()));
+  if (!is_floating(dtype_of(input)))
+    fail(op, "expected input of dtype float16, bfloat16, float32 or float64, got ", dtype_name(dtype_of(input)));
   if (shape.size() == 0) fail(op, "expected normalized_shape of at least 1 dimension, got []");
   const auto sizes = input.sizes();
   if (sizes.size() < shape.size() || !std::equal(shape.begin(), shape.end(), sizes.end() - shape.size()))

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cctype>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -20,6 +21,12 @@
 // libtorch_cuda's only symbol used here. Weak, so that the library also loads under CPU-only torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
+
+// What torch says of the last error on this thread; from 2.13 on, hence weak.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+// Throws if a call into torch failed, with torch's own text: programs look for "out of memory" in it.
+#define FASTLN_CHECK_TORCH(call) fastln::check_torch((call), #call)
 
 namespace fastln {
 
@@ -39,6 +46,20 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
+inline void check_torch(AOTITorchError error, const char* call) {
+  if (error == AOTI_TORCH_SUCCESS) return;
+  const auto what = torch_exception_get_what_without_backtrace;
+  throw std::runtime_error(what && what() ? what() : std::string("fastln: torch refused ") + call);
+}
+
+// The dtype, also where the stable ABI has no number for it, as for quantized ones.
+inline ScalarType dtype_of(const Tensor& t) {
+  int32_t dtype;
+  FASTLN_CHECK_TORCH(aoti_torch_get_dtype(t.get(), &dtype));
+  return t.defined() ? static_cast<ScalarType>(dtype) : ScalarType::Undefined;
+}
+
+// As Python has it.
 inline std::string dtype_name(ScalarType type) {
   switch (type) {
     case ScalarType::Byte: return "uint8";
@@ -54,8 +75,11 @@ inline std::string dtype_name(ScalarType type) {
     case ScalarType::ComplexDouble: return "complex128";
     case ScalarType::Bool: return "bool";
     case ScalarType::BFloat16: return "bfloat16";
-    default: return torch::headeronly::toString(type);
+    default: break;
   }
+  std::string name = torch::headeronly::toString(type);  // the others are Python's names with capitals
+  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return name;
 }
 
 inline std::string list_text(IntList values) {
@@ -97,10 +121,10 @@ inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& lik
     step *= std::max<int64_t>(sizes[d], 1);
   }
   int32_t device_type, device_index;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  FASTLN_CHECK_TORCH(aoti_torch_get_device_type(like.get(), &device_type));
+  FASTLN_CHECK_TORCH(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle out;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
+  FASTLN_CHECK_TORCH(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
                                                   torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
                                                   device_type, device_index, &out));
   return Tensor(out);
@@ -136,8 +160,8 @@ class CurrentDevice {
   explicit CurrentDevice(int32_t device) {
     if (device < 0) return;
     int32_t current;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_device_index(&current));
-    if (current != device) TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(device, &guard_));
+    FASTLN_CHECK_TORCH(aoti_torch_get_current_device_index(&current));
+    if (current != device) FASTLN_CHECK_TORCH(aoti_torch_create_device_guard(device, &guard_));
     make_current(device);
   }
   ~CurrentDevice() {
@@ -153,7 +177,7 @@ class CurrentDevice {
 // The current stream of that device, as a cudaStream_t.
 inline void* current_stream(int32_t device) {
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  FASTLN_CHECK_TORCH(aoti_torch_get_current_cuda_stream(device, &stream));
   return stream;
 }
 

@@ -37,11 +37,12 @@ def wrong_shapes(name):
 
 
 def wrong_dtypes(name):
-    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64):
+    integers = (torch.int64, torch.int32, torch.uint8, torch.uint16, torch.bool)
+    for dtype in (*integers, torch.complex64, torch.float8_e4m3fn, torch.float8_e8m0fnu):
         yield (
             f"{name}_of_{dtype}",
             (
-                lambda s, dtype=dtype: s._replace(**{name: ones(getattr(s, name), dtype=dtype)}),
+                lambda s, dtype=dtype: s._replace(**{name: ones(getattr(s, name)).to(dtype)}),
                 f"expected {name} of dtype {FLOATING}, got " + str(dtype).removeprefix("torch."),
             ),
         )
@@ -175,3 +176,14 @@ def test_a_refusal_leaves_the_next_call_right(call, device):
     for spoil, _ in MISTAKES.values():
         refusal(call, spoil(sample))
     assert all(same_bits(a, b) for a, b in zip(outputs(*sample), expected, strict=True))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch before 2.13 keeps no text of its errors")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
+def test_out_of_memory_is_told_in_the_words_of_torch(call, mode, device):
+    """By which programs that then try a smaller batch know it."""
+    x = torch.zeros(1, device=device).expand(2**44, 8)
+    message = "out of memory|can't allocate memory"
+    with mode(), pytest.raises(RuntimeError, match=message):
+        call(x, [8], None, None, 1e-5)
