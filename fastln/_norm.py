@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fastln import _autograd
 from fastln._autocast import autocast_arguments
@@ -67,6 +68,9 @@ def layer_norm(
     # that launches.
     if _is_compiling():
         return traced(input, normalized_shape, weight, bias, eps)
+    if has_torch_function_variadic(input, weight, bias):  # torch.fx for one, whose proxies are no tensors
+        arguments = (input, normalized_shape, weight, bias, eps)
+        return handle_torch_function(layer_norm, (input, weight, bias), *arguments)
     if _is_any_autocast_enabled():
         input, weight, bias = autocast_arguments(input, weight, bias)
     if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says

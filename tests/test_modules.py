@@ -121,6 +121,18 @@ def test_torchscript_gets_layer_norm_of_torch(translate):
     assert "fastln::" not in str(scripted.inlined_graph)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_torch_fx_traces_through_the_module(mode):
+    """A proxy is no tensor; nn.LayerNorm, being of torch, is not looked into."""
+    _, ours = pair(33)
+    x = norm_inputs(torch.float32, "cpu", (5, 33)).input.requires_grad_()
+    with mode():
+        traced = torch.fx.symbolic_trace(nn.Sequential(ours))
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [fastln.layer_norm]
+    assert same_bits(traced(x).detach(), ours(x).detach())
+    assert traced(x).requires_grad
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_get_layer_norm_of_torch(layout, device):
