@@ -132,10 +132,11 @@ def convert(model: nn.Module, also: Sequence[type[nn.LayerNorm]] = ()) -> Conver
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastln.convert: expected an nn.Module, got {type(model).__qualname__}")
+    also = tuple(also)
     for kind in also:
         if not (isinstance(kind, type) and issubclass(kind, nn.LayerNorm)):
             raise TypeError(f"fastln.convert: expected subclasses of nn.LayerNorm in also, got {kind!r}")
-    conversion = Conversion(model, tuple(also))
+    conversion = Conversion(model, also)
     for name, reason in dict.fromkeys((skipped.kind, skipped.reason) for skipped in conversion.skipped):
         paths = [_place(s.path) for s in conversion.skipped if (s.kind, s.reason) == (name, reason)]
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""

@@ -325,3 +325,11 @@ def test_case_43_three_layers_compile_without_a_graph_break(fresh_compiler):
     compiled(x_for()).sum().backward()
     assert len(graphs) == 1
     assert ops_of(graphs).count("fastln.layer_norm.default") == 4
+
+
+def test_also_may_be_any_iterable():
+    class Own(nn.LayerNorm):
+        def forward(self, x):
+            return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    assert fastln.convert(nn.Sequential(Own(8)), also=(kind for kind in [Own])).count == 1
