@@ -125,8 +125,8 @@ inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& lik
   FASTLN_CHECK_TORCH(aoti_torch_get_device_index(like.get(), &device_index));
   AtenTensorHandle out;
   FASTLN_CHECK_TORCH(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
-                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-                                                  device_type, device_index, &out));
+                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                              device_type, device_index, &out));
   return Tensor(out);
 }
 

@@ -142,13 +142,16 @@ constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2
 //
 // `full`: the rows have kernels that ask nothing (norm_forward.cuh). Those of float32 and 4 pieces hold weight and bias
 // in 64 registers, where late they take 40 (4096x4096: tight 0.98 copies, late 1.02; 8192x4096 0.98, 1.00; 8192x8192
-// 0.99, 1.00; 2048x4096 18.0 us, early in 70 registers 19.0; but 16x4096 2.3 and 2.2, and 128 threads gain nothing).
+// 0.99, 1.00; 2048x4096 18.0 us, early in 70 registers 19.0; but 16x4096 2.3 and 2.2, and 128 threads gain nothing),
+// unless blocks of so many threads leave more than an eighth of the 1024 that then fit a multiprocessor idle (384:
+// 4096x6144 1.09 copies, late 1.05).
 inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool full, bool past_l2,
                       int sms) {
   const auto late_if = [](bool late) { return late ? Fetch::kLate : Fetch::kEarly; };
   const bool crowded = rows * plan.threads > int64_t{640} * sms;
   if (plan.pieces == 4 && plan.threads > 512) return Fetch::kLate;
-  if (full && element_bytes == 4 && plan.pieces == 4 && plan.threads > 128 && crowded) return Fetch::kTight;
+  const bool fills = plan.threads > 128 && 1024 / plan.threads * plan.threads >= 896;
+  if (full && element_bytes == 4 && plan.pieces == 4 && fills && crowded) return Fetch::kTight;
   if (past_l2) {
     const bool no_idle_loads = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
     switch (plan.pieces) {
