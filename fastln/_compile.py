@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastln._autograd import needs_backward
 from fastln._norm_fakes import FLOATING, stats_dtype
+from fastln._refuse import check_types
 
 _MODES = ("op", "inductor")
 _op = torch.ops.fastln.layer_norm.default
@@ -69,6 +70,7 @@ def traced(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
+    check_types("layer_norm", input, normalized_shape, weight, bias, eps)
     mode = _mode.training if needs_backward(input, weight, bias) else _mode.inference
     # Its public reader, is_exporting(), is always true to Dynamo of torch 2.11.
     exporting = torch.compiler._is_exporting_flag

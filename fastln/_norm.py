@@ -17,7 +17,7 @@ from fastln._autocast import autocast_arguments
 from fastln._compile import traced
 from fastln._library import library
 from fastln._norm_fakes import FLOATING
-from fastln._refuse import dtype_name, refuse
+from fastln._refuse import check_types, dtype_name, refuse
 from fastln._transforms import in_derivative, in_functorch, requires_grad
 
 _op = torch.ops.fastln.layer_norm.default
@@ -59,6 +59,7 @@ def layer_norm(
     Raises:
         RuntimeError: A dtype, shape or device does not fit, or the GPU's compute capability is not in this
             build; the message names what was expected and what came. Nothing has been launched then.
+        TypeError: An argument is of no type that it takes.
 
     On CUDA the kernel runs on the current stream of the input's device, and the bits of a row depend on its
     values, the number of columns, the dtype and the parameters alone: not on the batch, nor on the row's
@@ -68,20 +69,24 @@ def layer_norm(
     # that launches.
     if _is_compiling():
         return traced(input, normalized_shape, weight, bias, eps)
-    if has_torch_function_variadic(input, weight, bias):  # torch.fx for one, whose proxies are no tensors
-        arguments = (input, normalized_shape, weight, bias, eps)
-        return handle_torch_function(layer_norm, (input, weight, bias), *arguments)
-    if _is_any_autocast_enabled():
-        input, weight, bias = autocast_arguments(input, weight, bias)
-    if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says
-        return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
-    if _is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return _autograd.LayerNorm.apply(input, normalized_shape, weight, bias, eps)
-    return _launch(input, normalized_shape, weight, bias, eps)
+    try:
+        if has_torch_function_variadic(input, weight, bias):  # torch.fx for one, whose proxies are no tensors
+            arguments = (input, normalized_shape, weight, bias, eps)
+            return handle_torch_function(layer_norm, (input, weight, bias), *arguments)
+        if _is_any_autocast_enabled():
+            input, weight, bias = autocast_arguments(input, weight, bias)
+        if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says
+            return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+        if _is_grad_enabled() and (
+            input.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return _autograd.LayerNorm.apply(input, normalized_shape, weight, bias, eps)
+        return _launch(input, normalized_shape, weight, bias, eps)
+    except (AttributeError, RuntimeError, TypeError):  # looked at only now, as it would take longer than the rest
+        check_types("layer_norm", input, normalized_shape, weight, bias, eps)
+        raise
 
 
 # ------------------------------------------------------------------------------------------- planning

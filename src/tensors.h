@@ -75,6 +75,7 @@ inline std::string dtype_name(ScalarType type) {
     case ScalarType::ComplexDouble: return "complex128";
     case ScalarType::Bool: return "bool";
     case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Undefined: return "None";
     default: break;
   }
   std::string name = torch::headeronly::toString(type);  // the others are Python's names with capitals

@@ -6,6 +6,8 @@ from norm_support import CALLS, FWD, Norm, norm_inputs
 from reference import same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fastln
+
 ROWS, SHAPE = 3, [4, 8]
 FLOATING = "float16, bfloat16, float32 or float64"
 EVERY_CALL = {**CALLS, "fwd": FWD}
@@ -187,3 +189,43 @@ def test_out_of_memory_is_told_in_the_words_of_torch(call, mode, device):
     message = "out of memory|can't allocate memory"
     with mode(), pytest.raises(RuntimeError, match=message):
         call(x, [8], None, None, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------- types
+
+WRONG_TYPES = {
+    "input_of_numbers": ({"input": [1.0, 2.0]}, "expected input to be a Tensor, got list"),
+    "no_input": ({"input": None}, "expected input to be a Tensor, got NoneType"),
+    "weight_a_number": ({"weight": 1.0}, "expected weight to be a Tensor or None, got float"),
+    "bias_of_numbers": ({"bias": [0.0]}, "expected bias to be a Tensor or None, got list"),
+    "normalized_shape_an_int": ({"normalized_shape": 8}, "expected normalized_shape to be a sequence of ints, got int"),
+    "normalized_shape_a_text": (
+        {"normalized_shape": "8"},
+        "expected normalized_shape to be a sequence of ints, got str",
+    ),
+    "normalized_shape_of_floats": (
+        {"normalized_shape": [4, 8.0]},
+        "expected each item of normalized_shape to be an int, got float",
+    ),
+    "eps_a_text": ({"eps": "1e-5"}, "expected eps to be a float, got str"),
+}
+
+
+@pytest.mark.parametrize("mode", ["plain", "grad", "func", "compiled"])
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_types_that_it_does_not_take_are_refused_by_name(name, mode, device):
+    changed, text = WRONG_TYPES[name]
+    arguments = good(device)._replace(**changed)
+    if mode == "grad" and isinstance(arguments.bias, torch.Tensor):
+        arguments.bias.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(fastln.layer_norm, backend="eager")
+    transformed = torch.func.functionalize(lambda _: fastln.layer_norm(*arguments))
+    with pytest.raises(TypeError) as caught:
+        if mode == "compiled":
+            compiled(*arguments)
+        elif mode == "func":
+            transformed(torch.zeros(1))
+        else:
+            fastln.layer_norm(*arguments)
+    assert str(caught.value) == f"fastln::layer_norm: {text}"
