@@ -70,7 +70,8 @@ def traced(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
-    check_types("layer_norm", input, normalized_shape, weight, bias, eps)
+    if not _have_usual_types(input, normalized_shape, weight, bias, eps):
+        check_types("layer_norm", input, normalized_shape, weight, bias, eps)
     mode = _mode.training if needs_backward(input, weight, bias) else _mode.inference
     # Its public reader, is_exporting(), is always true to Dynamo of torch 2.11.
     exporting = torch.compiler._is_exporting_flag
@@ -82,6 +83,13 @@ def traced(
         input, weight, bias = input.to(wide), _to(weight, wide), _to(bias, wide)
         return torch.layer_norm(input, normalized_shape, weight, bias, eps).to(dtype)
     return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _have_usual_types(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps) -> bool:
+    """What check_types() asks, less what every Dynamo has not learnt to trace of a symbolic size."""
+    tensors = (input, *(t for t in (weight, bias) if t is not None))
+    has_ints = isinstance(shape, (list, tuple)) and all(isinstance(size, int) for size in shape)
+    return has_ints and isinstance(eps, float) and all(isinstance(t, Tensor) for t in tensors)
 
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

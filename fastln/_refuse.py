@@ -34,6 +34,7 @@ def check_types(op: str, input: Any, normalized_shape: Any, weight: Any, bias: A
     is_sequence = isinstance(normalized_shape, (Sequence, Tensor)) and not isinstance(normalized_shape, str)
     check("normalized_shape", normalized_shape, is_sequence, "a sequence of ints")
     for size in normalized_shape:
-        check("each item of normalized_shape", size, hasattr(size, "__index__"), "an int")
-    is_number = isinstance(eps, (numbers.Real, torch.SymFloat, torch.SymInt, Tensor))
+        is_int = isinstance(size, (int, torch.SymInt)) or hasattr(size, "__index__")
+        check("each item of normalized_shape", size, is_int, "an int")
+    is_number = isinstance(eps, (float, int, torch.SymFloat, torch.SymInt, Tensor, numbers.Real))
     check("eps", eps, is_number, "a float")
