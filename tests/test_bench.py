@@ -267,6 +267,8 @@ INTERRUPTED = """
 import os, signal
 import pytest
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+
 @pytest.mark.parametrize("cell", range(4))
 def test_cell(benchmark, cell):
     benchmark.pedantic(lambda: cell < 2 or os.kill(os.getpid(), signal.SIGINT))
