@@ -36,9 +36,8 @@ Plan plan_for(int64_t cols, int element_bytes, int max_cluster, bool wide_blocks
   const Plan forced = *forced_plan;
   const bool shifted = cols * element_bytes % 16 != 0;
   const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster >= cols * element_bytes / 16;
-  const bool long_block = forced.pieces == 4 && forced.threads > 512;
   const bool fits = (wide_blocks || forced.threads <= 512) && forced.cluster <= max_cluster &&
-                    (!long_block || (max_cluster > 1 && element_bytes <= 4));
+                    (!is_long_block(forced) || holds_long_blocks(element_bytes, max_cluster, wide_blocks));
   const bool runs =
       !shifted || (forced.cluster == 1 && forced.pieces != 5 && forced.threads <= shifted_max_threads(forced.pieces) &&
                    forced.threads >= cols * element_bytes % 16 / element_bytes);

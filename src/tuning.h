@@ -20,9 +20,18 @@ constexpr int kMaxCluster = 16;      // and some
 
 constexpr int kSmallGroupBlock = 64;  // threads of a block that holds several rows: 0.1 us better than 128
 
-// Which GPUs hold a block of more than 512 threads of 4 pieces, with elements of up to 4 bytes: those where 40 registers
-// are enough (kWideBlocksFit and kFourFit40 in norm_forward.cuh), compute capability 9.x.
-constexpr int kLongBlock = 768;
+// A long block has more than 512 threads of 4 pieces. Elements of up to 4 bytes can be held so where 40 registers are
+// enough (kWideBlocksFit and kFourFit40 in norm_forward.cuh): on GPUs of compute capability 9.x.
+constexpr int kLongBlock = 768;  // threads, at most
+constexpr bool is_long_block(const Plan& plan) { return plan.pieces == 4 && plan.threads > 512; }
+constexpr bool holds_long_blocks(int element_bytes, int max_cluster, bool wide_blocks) {
+  return wide_blocks && max_cluster > 1 && element_bytes <= 4;
+}
+
+// Whether a row has as many whole pieces as its threads within a block hold, so that no load is idle.
+constexpr bool fills_threads(const Plan& plan, int64_t cols, int element_bytes) {
+  return cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
+}
 
 // By the number of 16-byte pieces in a row: the first of `pieces` that leaves at most an eighth of the loads
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
@@ -90,10 +99,9 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   const bool shifted = cols * element_bytes % 16 != 0;
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
-  const bool long_blocks = wide_blocks && max_cluster > 1 && element_bytes <= 4;
   for (const Tuning& row : kTuning) {
     if (row_pieces > row.max_row || (row.whole && shifted) || row.cluster > max_cluster) continue;
-    if (row.max_threads == kLongBlock && !long_blocks) continue;
+    if (row.max_threads == kLongBlock && !holds_long_blocks(element_bytes, max_cluster, wide_blocks)) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
       return 1.0 - static_cast<double>(row_pieces) /
@@ -149,11 +157,11 @@ inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_
                       int sms) {
   const auto late_if = [](bool late) { return late ? Fetch::kLate : Fetch::kEarly; };
   const bool crowded = rows * plan.threads > int64_t{640} * sms;
-  if (plan.pieces == 4 && plan.threads > 512) return Fetch::kLate;
+  if (is_long_block(plan)) return Fetch::kLate;
   const bool fills = plan.threads > 128 && 1024 / plan.threads * plan.threads >= 896;
   if (full && element_bytes == 4 && plan.pieces == 4 && fills && crowded) return Fetch::kTight;
   if (past_l2) {
-    const bool no_idle_loads = cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
+    const bool no_idle_loads = fills_threads(plan, cols, element_bytes);
     switch (plan.pieces) {
       case 2: return late_if(may_fetch_two_late(element_bytes) && plan.threads > 32);
       case 3: return late_if(!no_idle_loads);
