@@ -151,14 +151,15 @@ class Variant:
                 self.optimizer.zero_grad(set_to_none=True)
 
     def check(self, x: Tensor, stock: Tensor | None, tolerance: float) -> Tensor:
-        """The output, once it is near stock's and our ops have run where they should, and nowhere else."""
+        """The output, once it is near stock's and our ops or kernels have run where they should, and nowhere else."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with self._around(x.device):
             self.logits(x)  # compiles what has to be compiled
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.profiler.profile(activities=activities[: 1 + x.is_cuda]) as profile:
                 y = self.logits(x).detach().float().clone()
-        ours = any(event.name.startswith("fastln::") for event in profile.events())
-        if ours != (self.name == "convert"):
-            raise SystemExit(f"{self.name}: our ops {'have' if ours else 'have not'} run")
+        ours = any("fastln::" in event.name for event in profile.events())
+        if ours != (self.name in ("convert", "override")):
+            raise SystemExit(f"{self.name}: ours {'have' if ours else 'have not'} run")
         off = 0.0 if stock is None else ((y - stock).abs().max() / stock.abs().max()).item()
         if not off <= tolerance:
             raise SystemExit(f"{self.name}: off stock's output by {off:.2g} of its largest value")

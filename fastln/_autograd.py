@@ -1,16 +1,19 @@
 """The derivatives of ``fastln.layer_norm``.
 
-``backward()`` runs our kernels, through an autograd function that costs as little on the host as one in Python can.
-All other derivatives (second and higher ones, forward mode, torch.func) go through the formula written out, which
-torch differentiates.
+``backward()`` runs our kernels. They are recorded by torch's own autograd of ``native_layer_norm``, in C++, where that
+can be (src/bindings_autograd.cpp), else by an autograd function in Python, which takes the host longer. All other
+derivatives (second and higher ones, forward mode, torch.func) go through the formula written out, which torch
+differentiates.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
@@ -23,6 +26,11 @@ _fwd = torch.ops.fastln.layer_norm_fwd.default
 _bwd = torch.ops.fastln.layer_norm_bwd.default
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_Including = torch._C._IncludeDispatchKeyGuard
+_NEGATIVE = torch._C.DispatchKey.Negative
+_PLAIN = (Tensor, torch.nn.Parameter)
+_len_dispatch_modes = torch._C._len_torch_dispatch_stack
+_hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def run(overload, *args, **kwargs):
@@ -76,8 +84,77 @@ def layer_norm(
             check(input, normalized_shape, weight, bias)
             return _formula.layer_norm(input, normalized_shape, weight, bias, eps)
     elif needs_backward(input, weight, bias):
-        return LayerNorm.apply(input, normalized_shape, weight, bias, eps)
+        return recorded(input, normalized_shape, weight, bias, eps)
     return run(_op, input, normalized_shape, weight, bias, eps)
+
+
+def recorded(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """The op, recorded for ``backward()``; outside transforms."""
+    if _suits_torch(input, weight, bias):
+        with _Including(_NEGATIVE):  # which leads torch to the kernels of src/bindings_autograd.cpp
+            return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    return LayerNorm.apply(input, normalized_shape, weight, bias, eps)
+
+
+def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether torch's own autograd may record this call.
+
+    It knows one dtype, no more, and by a bias without a weight no second derivative. A mode would be shown aten's op
+    rather than ours, and hooks on what is saved would be given one tensor more.
+    """
+    dtype = input.dtype
+    return (
+        input.is_cuda
+        and type(input) in _PLAIN
+        and input.layout is torch.strided
+        and not input.is_nested
+        and (bias is None if weight is None else type(weight) in _PLAIN and weight.dtype is dtype)
+        and (bias is None or (type(bias) in _PLAIN and bias.dtype is dtype))
+        and not _len_dispatch_modes()
+        and _hooks_on_saved_tensors(False) is None
+    )
+
+
+def put_right(*grads: Tensor | None) -> None:
+    """Puts our formula in the place of torch's for what is differentiated after ``backward(create_graph=True)``.
+
+    torch takes mean and rstd for constants there, which makes third derivatives wrong. Called with its results by the
+    kernel of a backward that torch is just recording: the node for it can be reached when all of backward() is done.
+    """
+
+    def when_recorded():
+        node = next(g.grad_fn for g in grads if g is not None)
+        shape = node._saved_normalized_shape
+        sources = {"grad_out": node._saved_grad_out, "input": node._saved_input, "weight": node._saved_weight}
+        with torch.no_grad():
+            eps = _formula.eps_of(sources["input"], shape, node._saved_rstd)
+        # In the order of native_layer_norm_backward's arguments; None for what is not differentiated.
+        edges = dict(zip(("grad_out", "input", "mean", "rstd", "weight", "bias"), node.next_functions, strict=True))
+        wanted = [name for name in sources if edges[name][0] is not None]
+
+        def second(torchs, grad_grads):
+            with torch.enable_grad():
+                # Views, so that what grad_out and weight may owe to the input is not differentiated here.
+                seen = {name: t if t is None else t.view_as(t) for name, t in sources.items()}
+                mask = [g is not None for g in grad_grads]
+                first = _formula.gradients(seen["grad_out"], seen["input"], shape, seen["weight"], eps, mask)
+            ours = torch.autograd.grad(
+                [g for g in first if g is not None],
+                [seen[name] for name in wanted],
+                [g for g in grad_grads if g is not None],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+            by_name = dict(zip(wanted, ours, strict=True))
+            return tuple(t if t is None else by_name.get(name, t) for name, t in zip(edges, torchs, strict=True))
+
+        node.register_hook(second)
+
+    # Where no backward() is under way, somebody calls the node by hand, and gets torch's formula.
+    with contextlib.suppress(RuntimeError):
+        Variable._execution_engine.queue_callback(when_recorded)
 
 
 class LayerNorm(torch.autograd.Function):

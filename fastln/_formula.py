@@ -33,7 +33,7 @@ def gradients(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
-    eps: float,
+    eps: float | Tensor,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of input, weight and bias that ``mask`` asks for, and None for the others.
@@ -55,10 +55,16 @@ def gradients(
     return dx, dweight, dbias
 
 
-def _normalised(x: Tensor, normalized_shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor]:
+def eps_of(input: Tensor, normalized_shape: Sequence[int], rstd: Tensor) -> Tensor:
+    """The eps that rows have this rstd with: a tensor of its shape, as torch hands no eps on to a backward."""
+    variance = input.to(rstd.dtype).var(_row_dims(normalized_shape), correction=0, keepdim=True)
+    return rstd.square().reciprocal().view_as(variance) - variance
+
+
+def _normalised(x: Tensor, normalized_shape: Sequence[int], eps: float | Tensor) -> tuple[Tensor, Tensor]:
     """(x - mean) * rstd, and rstd."""
     dims = _row_dims(normalized_shape)
-    if eps > 0:  # as in the kernels, never rounded to zero: a constant row would come out as 0 * inf = NaN
+    if isinstance(eps, float) and eps > 0:  # as in the kernels, never rounded to zero: 0 * inf = NaN in constant rows
         eps = max(eps, torch.finfo(x.dtype).tiny)
     centred = x - x.mean(dims, keepdim=True)
     rstd = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()

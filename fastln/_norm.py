@@ -82,7 +82,7 @@ def layer_norm(
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         ):
-            return _autograd.LayerNorm.apply(input, normalized_shape, weight, bias, eps)
+            return _autograd.recorded(input, normalized_shape, weight, bias, eps)
         return _launch(input, normalized_shape, weight, bias, eps)
     except (AttributeError, RuntimeError, TypeError):  # looked at only now, as it would take longer than the rest
         check_types("layer_norm", input, normalized_shape, weight, bias, eps)
@@ -195,6 +195,7 @@ _registrations = torch.library.Library("fastln", "IMPL")
 _registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
 for _name in ("layer_norm_fwd", "layer_norm_bwd"):
     _registrations.impl(_name, _without_derivative(_name), "Autograd")
+_registrations.impl("_layer_norm_bwd_recorded", _autograd.put_right, "CompositeImplicitAutograd")
 _registrations.impl("_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm), "CompositeImplicitAutograd")
 # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
 # through the gate in src/bindings_norm.cpp.

@@ -46,6 +46,9 @@ __device__ __forceinline__ half average_total(half total, float per_col) {
   return __float2half_rn(mul(__half2float(total), per_col));
 }
 
+__device__ __forceinline__ float magnitude(float a) { return fabsf(a); }
+__device__ __forceinline__ double magnitude(double a) { return fabs(a); }
+
 __device__ __forceinline__ float reciprocal_sqrt(float a) { return rsqrtf(a); }
 __device__ __forceinline__ double reciprocal_sqrt(double a) { return 1.0 / sqrt(a); }
 __device__ __forceinline__ half reciprocal_sqrt(half a) { return hrsqrt(a); }

@@ -57,7 +57,7 @@ ForwardLauncher launcher(ScalarType element, ScalarType param) {
 }
 
 void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-              double eps, const Tensor& out, const Tensor* mean, const Tensor* rstd) {
+              double eps, const Tensor& out, const Tensor* mean, const Tensor* rstd, int rstd_sign = 1) {
   const int64_t cols = row_length(input, row_dims);
   const int64_t count = out.numel();
   if (count == 0) return;
@@ -82,6 +82,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   rows.y = out.mutable_data_ptr();
   rows.mean = mean ? mean->mutable_data_ptr() : nullptr;
   rows.rstd = rstd ? rstd->mutable_data_ptr() : nullptr;
+  rows.rstd_sign = static_cast<float>(rstd_sign);
   rows.weight = data_of(w);
   rows.bias = data_of(b);
   rows.rows = count / cols;
@@ -110,8 +111,8 @@ Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor 
 
 }  // namespace
 
-Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
-                           double eps) {
+Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
+                           double eps, int rstd_sign) {
   check_norm(kOp, input, shape, weight, bias);
   const Tensor out = empty_contiguous(input.sizes(), input.scalar_type(), input);
   const auto sizes = stats_sizes(input, shape.size());
@@ -121,11 +122,16 @@ Triple layer_norm_fwd_cuda(Tensor input, std::vector<int64_t> shape, OptionalTen
     torch::stable::fill_(mean, 0);
     torch::stable::fill_(rstd, std::nan(""));
   }
-  run_cuda(input, shape.size(), weight, bias, eps, out, &mean, &rstd);
+  run_cuda(input, shape.size(), weight, bias, eps, out, &mean, &rstd, rstd_sign);
   return {out, mean, rstd};
 }
 
 namespace {
+
+Triple layer_norm_fwd(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
+                      double eps) {
+  return layer_norm_fwd_cuda(input, shape, weight, bias, eps, 1);
+}
 
 // ---------------------------------------------------------------------------------------------- CPU
 
@@ -188,7 +194,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) {
   m.impl("layer_norm", TORCH_BOX(&layer_norm_cuda));
   m.impl("_layer_norm", TORCH_BOX(&layer_norm_cuda));
-  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cuda));
+  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) {

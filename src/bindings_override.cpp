@@ -21,9 +21,6 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
-// Absent arguments arrive as undefined tensors where autograd passes on what it saved.
-OptionalTensor present(const OptionalTensor& t) { return t && t->defined() ? t : std::nullopt; }
-
 void check_device(const char* op, const char* what, const OptionalTensor& t, const Tensor& first) {
   if (t && !on_same_device(*t, first))
     refuse("Expected all tensors to be on the same device, but got ", what, " is on ", device_text(*t),
@@ -79,7 +76,7 @@ Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, 
   check_device("native_layer_norm", "bias", bias, input);
   check_shapes(input, shape, weight, bias);
   check_dtypes("LayerNormKernelImpl", input, {&weight, &bias});
-  return layer_norm_fwd_cuda(input, shape, weight, bias, eps);
+  return layer_norm_fwd_cuda(input, shape, weight, bias, eps, 1);
 }
 
 Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,

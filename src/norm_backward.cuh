@@ -289,7 +289,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   const auto row_in = [&](int64_t index, int stage) {
     Row row{index, own + stage * stage_bytes, 0, kCluster || index < p.rows};  // a cluster comes for live rows alone
     row.mean = row.live ? load_shared<Acc>(stats + stage * stage_bytes) : Acc(0);
-    row.rstd = row.live ? load_shared<Acc>(stats + stage * stage_bytes + sizeof(Acc)) : Acc(0);
+    row.rstd = row.live ? magnitude(load_shared<Acc>(stats + stage * stage_bytes + sizeof(Acc))) : Acc(0);
     if constexpr (kRagged) {
       row.dy = row.x + tensor_bytes;
       const int x_offset = offset_of(p.x, index, p.x_stride), dy_offset = offset_of(p.dy, index, p.dy_stride);

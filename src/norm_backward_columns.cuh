@@ -32,7 +32,7 @@ __device__ void sum_columns(const BackwardLaunch& p, int64_t block, AccOf<Elem>*
       const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
       V x_piece, dy_piece;
       load_both<kWhole>(x_piece, dy_piece, x, dy, col, p.cols);
-      const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
+      const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = magnitude(static_cast<const Acc*>(p.rstd)[row]);
       Acc x_items[kAccess], dy_items[kAccess];
       unpack(x_items, x_piece);
       unpack(dy_items, dy_piece);

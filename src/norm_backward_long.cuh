@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const Param* weight = p.weight ? static_cast<const Param*>(p.weight) + begin : nullptr;
   const int cols = static_cast<int>(min(kSumsChunk, p.cols - begin));
   wait_for_previous_kernel();
-  const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = static_cast<const Acc*>(p.rstd)[row];
+  const Acc mean = static_cast<const Acc*>(p.mean)[row], rstd = magnitude(static_cast<const Acc*>(p.rstd)[row]);
   Acc g_sum = 0, gx_sum = 0;
 #pragma unroll 2
   for (int col = threadIdx.x * kAccess; col < cols; col += kBackwardThreads * kAccess) {

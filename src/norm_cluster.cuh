@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) norm_cluster(const Cluster
     const Acc rstd = reciprocal_sqrt(variance + p.eps_as(Acc()));
     if (unit == 0 && lane == 0 && p.mean) {
       static_cast<Acc*>(p.mean)[row] = mean;
-      static_cast<Acc*>(p.rstd)[row] = rstd;
+      static_cast<Acc*>(p.rstd)[row] = mul(rstd, static_cast<Acc>(p.rstd_sign));
     }
     // This thread's part of weight and bias, [cols], if there are any; and of y.
     const auto write = [&](const Param* weight, const Param* bias) {

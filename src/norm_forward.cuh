@@ -233,7 +233,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
 
   if (t == 0 && cols > 0 && p.mean) {
     static_cast<Acc*>(p.mean)[row] = mean;
-    static_cast<Acc*>(p.rstd)[row] = rstd;
+    static_cast<Acc*>(p.rstd)[row] = mul(rstd, static_cast<Acc>(p.rstd_sign));
   }
   Elem* y = opaque(static_cast<Elem*>(p.y) + row * p.cols + first);  // this thread's part of [cols]
   // Access j, normalized.

@@ -18,6 +18,7 @@ struct NormRows {
   double eps;
   double per_col;          // 1 / cols
   float eps_f, per_col_f;  // the same for sums in float: a kernel would wait for the conversion
+  float rstd_sign;         // 1, or -1 to write -rstd for a tensor with torch's negative bit
   int threads;             // of a row's group within a block: a power of two up to 32, or whole warps
   int threads_log2;        // of `threads`, where it is a power of two
   int cluster;             // blocks that share a row
@@ -35,7 +36,7 @@ struct NormGrads {
   const void* dy;      // [rows, cols], element stride 1 along cols, `dy_stride` elements from row to row
   const void* x;       // [rows, cols], likewise with `x_stride`
   const void* mean;    // [rows] of the accumulate type
-  const void* rstd;    // [rows]
+  const void* rstd;    // [rows], or their negatives
   const void* weight;  // [cols] of the parameter type, or null for 1
   void* dx;            // [rows, cols], contiguous, or null if not asked for
   void* dweight;       // [cols] of the parameter type, or null

@@ -96,7 +96,7 @@ __global__ void __maxnreg__((short_registers(kPieces, sizeof(Param) > sizeof(Ele
     rstd[r] = reciprocal_sqrt(rstd[r] + p.eps_as(Acc()));
     if (p.mean && lane == 0) {
       static_cast<Acc*>(p.mean)[row[r]] = mean[r];
-      static_cast<Acc*>(p.rstd)[row[r]] = rstd[r];
+      static_cast<Acc*>(p.rstd)[row[r]] = mul(rstd[r], static_cast<Acc>(p.rstd_sign));
     }
   }
 

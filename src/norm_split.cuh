@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kSplitThreads)
     squares[0] = rstd;
     if (p.mean) {
       static_cast<Acc*>(p.mean)[row] = mean;
-      static_cast<Acc*>(p.rstd)[row] = rstd;
+      static_cast<Acc*>(p.rstd)[row] = mul(rstd, static_cast<Acc>(p.rstd_sign));
     }
   }
 }

@@ -113,6 +113,10 @@ inline bool is_wrapper(const Tensor& t) {
 }
 inline bool is_wrapper(const OptionalTensor& t) { return t && is_wrapper(*t); }
 
+// What there is: absent arguments are undefined tensors where autograd passes on what it saved, or asked for nothing.
+inline OptionalTensor some(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+inline OptionalTensor present(const OptionalTensor& t) { return t ? some(*t) : t; }
+
 // A new tensor on the device of `like`, contiguous.
 inline Tensor empty_contiguous(IntList sizes, ScalarType type, const Tensor& like) {
   std::vector<int64_t> strides(sizes.size());

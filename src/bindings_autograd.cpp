@@ -1,0 +1,106 @@
+// Our kernels under torch's own autograd of native_layer_norm, in C++: for fastln.layer_norm where a gradient is needed
+// (fastln/_autograd.py). The stable ABI has no autograd, and one in Python takes the host as long again as all the rest.
+//
+// torch's Autograd kernel of aten::native_layer_norm saves what the forward gives and later calls
+// aten::native_layer_norm_backward with it; both calls look for a kernel on the dispatch key Negative, below Autograd
+// and above CUDA, if a tensor with the negative bit (a lazy `-x`) is among the arguments or the thread has included the
+// key. aten has none there, so torch resolves such tensors and goes on. Ours are there for the two ops. A forward
+// without negative tensors is ours: fastln.layer_norm has included the key. It returns rstd with the negative bit, over
+// memory that holds -rstd, so that every other reader finds rstd; that marks the backward as ours too. Whatever else
+// comes here is resolved, as without us. (CPU tensors never come for the first reason: where the key is included, aten's
+// own kernel is out of reach.)
+#include "norm_ops.h"
+
+namespace fastln {
+namespace {
+
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+Tensor call_unary(const char* op, const Tensor& t) {
+  StableIValue stack[] = {from(t)};
+  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+Tensor resolved(const Tensor& t) { return call_unary("aten::resolve_neg", t); }
+OptionalTensor resolved(const OptionalTensor& t) { return t ? OptionalTensor(resolved(*t)) : t; }
+
+// Whether `t` has the negative bit; if so it is resolved. (Of all that tells, only resolve_neg() is asked about the
+// tensor itself this far below Autograd. It copies where there is something to resolve, and else gives back `t`.)
+bool resolve(Tensor& t) {
+  const Tensor plain = resolved(t);
+  const bool was_negative = plain.const_data_ptr() != t.const_data_ptr();
+  t = plain;
+  return was_negative;
+}
+bool resolve(OptionalTensor& t) { return t && resolve(*t); }
+
+// Fake tensors, as compiled autograd has them, have none.
+bool has_memory(const Tensor& t) { return !is_wrapper(t) && (t.const_data_ptr() != nullptr || t.numel() == 0); }
+
+Triple triple(const StableIValue* stack) { return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])}; }
+
+Triple aten_forward(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
+                    double eps) {
+  StableIValue stack[] = {from(resolved(input)), from(shape), from(resolved(weight)), from(resolved(bias)), from(eps)};
+  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
+  return triple(stack);
+}
+
+Triple aten_backward(const Tensor& grad_out, const Tensor& input, IntList shape, const Tensor& mean, const Tensor& rstd,
+                     const OptionalTensor& weight, const OptionalTensor& bias, const std::vector<bool>& mask) {
+  const bool wanted[] = {mask.at(0), mask.at(1), mask.at(2)};
+  StableIValue stack[] = {from(resolved(grad_out)),
+                          from(resolved(input)),
+                          from(shape),
+                          from(resolved(mean)),
+                          from(resolved(rstd)),
+                          from(resolved(weight)),
+                          from(resolved(bias)),
+                          from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
+  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
+  return triple(stack);
+}
+
+Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
+  weight = present(weight);
+  bias = present(bias);
+  const bool is_ours = input.is_cuda() && !(resolve(input) | resolve(weight) | resolve(bias));
+  if (!is_ours) return aten_forward(input, shape, weight, bias, eps);
+  const auto [y, mean, minus_rstd] = layer_norm_fwd_cuda(input, shape, weight, bias, eps, -1);
+  return {y, mean, call_unary("aten::_neg_view", minus_rstd)};
+}
+
+Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
+                OptionalTensor weight, OptionalTensor bias, std::vector<bool> mask) {
+  weight = present(weight);
+  bias = present(bias);
+  bool is_ours = input.is_cuda() && has_memory(grad_out) && has_memory(input);
+  // If nothing else is negative, rstd is. (Or the bias, of which only the dtype is asked.)
+  if (is_ours && (resolve(grad_out) | resolve(input) | resolve(mean) | resolve(weight))) {
+    Tensor plain = rstd;
+    is_ours = resolve(plain);
+  }
+  if (!is_ours) return aten_backward(grad_out, input, shape, mean, rstd, weight, bias, mask);
+  mask.at(1) = mask.at(1) && weight;
+  mask.at(2) = mask.at(2) && bias;
+  const Triple grads = layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, mask);
+  if (aoti_torch_grad_mode_is_enabled()) {  // create_graph: what torch has recorded of this call is put right
+    const auto [dx, dweight, dbias] = grads;
+    StableIValue stack[] = {from(some(dx)), from(some(dweight)), from(some(dbias))};
+    FASTLN_CHECK_TORCH(torch_call_dispatcher("fastln::_layer_norm_bwd_recorded", "", stack, TORCH_ABI_VERSION));
+  }
+  return grads;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
+  m.def("_layer_norm_bwd_recorded(Tensor? dx, Tensor? dweight, Tensor? dbias) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("native_layer_norm", TORCH_BOX(&forward));
+  m.impl("native_layer_norm_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace
+}  // namespace fastln
