@@ -76,8 +76,8 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
   weight = present(weight);
   bias = present(bias);
   bool is_ours = input.is_cuda() && has_memory(grad_out) && has_memory(input);
-  // If nothing else is negative, rstd is. (Or the bias, of which only the dtype is asked.)
-  if (is_ours && (resolve(grad_out) | resolve(input) | resolve(mean) | resolve(weight))) {
+  // If nothing else is negative, rstd is.
+  if (is_ours && (resolve(grad_out) | resolve(input) | resolve(mean) | resolve(weight) | resolve(bias))) {
     Tensor plain = rstd;
     is_ours = resolve(plain);
   }
