@@ -106,7 +106,7 @@ LINEUP = Lineup(
         "Liger": make_liger,
         OURS: make_ours,
     },
-    peers=dict.fromkeys(("torch.compile", "Liger"), lambda cell: "target" in cell.groups),
+    peers=dict.fromkeys(("torch.compile", "Liger"), lambda cell: bool({"target", "batch"} & set(cell.groups))),
     rotation=lambda cell: workload(cell.shape, cell.dtype),
 )
 

@@ -24,6 +24,7 @@ GROUPS = {
     "target": "Cells with a target",
     "dx": "dx alone, the same cells",
     "sweep": "64 to 128 MiB of input, every number of columns",
+    "batch": "A few hundred to two thousand rows",
     "rows": "From one row to a million",
 }
 

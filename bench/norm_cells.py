@@ -52,6 +52,10 @@ SWEEP_BYTES = 128 << 20
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 BACKWARD_ROWS = (*FEW_ROWS, 256, 1024)
 MANY_ROWS = (1 << 20, 64)
+#: Of the backward: more rows than a handful, too few to fill the GPU, as in fine-tuning and small batches.
+BATCHES = [((rows, 768), F16) for rows in (256, 512, 1024, 2048)]
+BATCHES += [((rows, 1024), dtype) for rows in (512, 1024, 2048) for dtype in (F16, F32)]
+BATCHES += [(shape, F16) for shape in ((1024, 2048), (512, 4096), (256, 8192), (64, 16384), (1024, 769))]
 
 #: An odd row length beside its even neighbour, which the target cells hold.
 ODD_SHAPES = ((32768, 257), (32768, 769), (4096, 1025), (4096, 4097), (4096, 8193))
@@ -98,6 +102,7 @@ def backward_cells() -> list[Cell]:
     wanted = [w for w in shapes_with_group() if w[2] == "target"] + sweep(BACKWARD_SWEEP_COLS)
     wanted += [((rows, 4096), F16, "rows") for rows in BACKWARD_ROWS]
     wanted += [(MANY_ROWS, dtype, "rows") for dtype in DTYPES]
+    wanted += [(*batch, "batch") for batch in BATCHES]
     cells = []
     for cell in each_once(wanted):
         cells.append(cell)

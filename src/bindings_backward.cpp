@@ -107,8 +107,8 @@ void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const Op
 
   const DeviceFacts& facts = device_facts(device);
   const int element_bytes = static_cast<int>(c.input.element_size());
-  const BackwardPlan plan = plan_backward(grads.rows, grads.cols, element_bytes, grads.dweight || grads.dbias, facts,
-                                          backward_max_cluster(facts));
+  const BackwardPlan plan = plan_backward(grads.rows, grads.cols, element_bytes, grads.dx, grads.dweight || grads.dbias,
+                                          facts, backward_max_cluster(facts));
   // Ragged rows are read where they lie; those of whole pieces of 16 bytes must begin at such. The copies outlive the
   // launch call.
   Tensor aligned_x = x, aligned_dy = dy;

@@ -8,9 +8,9 @@
 // block writes one partial sum of both, and add_partials() adds those: no atomics, and an order that depends
 // on the shape, the dtype and the GPU alone, so all bits are the same in every run.
 //
-// A handful of rows takes one launch instead: blocks past p.row_blocks compute dweight and dbias of a slice of
-// columns from all rows, as the statistics are known and nothing has to wait for another block. (Beside clusters and
-// slices they are a launch of their own, sum_all_columns().)
+// Few rows take one launch instead: its first blocks compute dweight and dbias of slices of columns from all rows, as
+// the statistics are known and nothing has to wait for another block. (Beside clusters and slices they are a launch of
+// their own, sum_all_columns().)
 //
 // The bits of a row of dx depend on its values, the columns, the dtype and the weight alone.
 #pragma once
@@ -110,17 +110,20 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   extern __shared__ uint4 dynamic_shared[];
   __shared__ PairRoom<Acc> room;
 
-  if (blockIdx.x >= p.row_blocks) {
-    wait_for_previous_kernel();
-    sum_columns<Elem, Param, !kRagged>(p, blockIdx.x - p.row_blocks, reinterpret_cast<Acc*>(dynamic_shared));
-    return;
+  if constexpr (backward_may_sum_columns(kPieces, kRagged, kCluster, kSums)) {
+    if (blockIdx.x < p.column_blocks) {
+      wait_for_previous_kernel();
+      sum_columns<Elem, Param, !kRagged>(p, reinterpret_cast<Acc*>(dynamic_shared));
+      return;
+    }
   }
 
   const int threads = kCluster ? blockDim.x : p.threads;
   const int groups = kCluster ? 1 : blockDim.x / threads;
   const int group = kCluster ? 0 : threadIdx.x / threads;
-  int t = threadIdx.x - group * threads, stride = threads;   // this thread's place in its group, and the group's size
-  int64_t block = blockIdx.x, blocks = p.blocks, begin = 0;  // begin: column of the row at which the slice does
+  int t = threadIdx.x - group * threads, stride = threads;  // this thread's place in its group, and the group's size
+  int64_t block = blockIdx.x - p.column_blocks, blocks = p.blocks;
+  int64_t begin = 0;  // column of the row at which the slice does
   if (p.slice < p.cols) {
     begin = block / blocks * p.slice;
     block %= blocks;

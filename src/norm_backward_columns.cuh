@@ -1,6 +1,9 @@
-// dweight and dbias of few rows: each block sums a slice of columns over all rows.
+// dweight and dbias of few rows: each block, or cluster of blocks, sums a slice of columns over all rows.
 #pragma once
 
+#include <cooperative_groups.h>
+
+#include "async_copy.cuh"
 #include "norm_backward_plan.h"
 #include "norm_backward_terms.cuh"
 #include "norm_rows.h"
@@ -8,26 +11,31 @@
 
 namespace fastln {
 
-constexpr int kColumnPieces = 4;  // of 16 bytes, side by side, that a block sums: whole sectors
+// Bytes of shared memory that sum_columns() needs: each thread's sums, and the block's.
+__host__ __device__ constexpr int sum_columns_bytes(int block, int column_pieces, int access, int acc_bytes) {
+  return 2 * access * (block + column_pieces) * acc_bytes;
+}
 
-// dweight and dbias of the `block`-th slice of columns, from all rows. Thread t takes piece t % kColumnPieces of
-// rows t / kColumnPieces, and so on; the threads' sums are added in order. `shared` has room for 2 * kAccess values
-// a thread.
-template <typename Elem, typename Param, bool kWhole>
-__device__ void sum_columns(const BackwardLaunch& p, int64_t block, AccOf<Elem>* shared) {
+// dweight and dbias of the block's slice of columns, kPieces pieces of 16 bytes wide. Thread t takes piece t % kPieces of
+// rows t / kPieces, and so on, starting where its place in the cluster says; the threads' sums are added in a fixed order,
+// then the blocks'.
+template <typename Elem, typename Param, bool kWhole, int kPieces>
+__device__ __forceinline__ void sum_slice(const BackwardLaunch& p, AccOf<Elem>* shared) {
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
-  constexpr int kCols = kColumnPieces * kAccess;
+  constexpr int kCols = kPieces * kAccess;
   using V = Vec<Elem, kAccess>;
-  const int lanes = blockDim.x / kColumnPieces, lane = threadIdx.x / kColumnPieces;
-  const int place = threadIdx.x % kColumnPieces * kAccess;  // among the block's columns
-  const int64_t col = block * kCols + place;
+  const int split = p.column_split, rank = static_cast<int>(blockIdx.x) % split;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) / split * kCols;
+  const int lanes = static_cast<int>(blockDim.x) / kPieces, lane = static_cast<int>(threadIdx.x) / kPieces;
+  const int place = static_cast<int>(threadIdx.x) % kPieces * kAccess;  // among the slice's columns
+  const int64_t col = begin + place;
   Acc dweight[kAccess], dbias[kAccess];
 #pragma unroll
   for (int i = 0; i < kAccess; ++i) dweight[i] = dbias[i] = 0;
   if (col < p.cols) {
-#pragma unroll 2
-    for (int64_t row = lane; row < p.rows; row += lanes) {
+#pragma unroll 4
+    for (int64_t row = rank * lanes + lane; row < p.rows; row += lanes * split) {
       const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;
       const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
       V x_piece, dy_piece;
@@ -49,14 +57,54 @@ __device__ void sum_columns(const BackwardLaunch& p, int64_t block, AccOf<Elem>*
     own[kCols + i] = dbias[i];
   }
   __syncthreads();
+  const auto write = [&](int item, Acc sum) {
+    Param* out = static_cast<Param*>(item < kCols ? p.dweight : p.dbias);
+    const int64_t at = begin + item % kCols;
+    if (out && at < p.cols) store_one(out + at, sum);
+  };
+  Acc* total = shared + 2 * kAccess * blockDim.x;
   const int used = static_cast<int>(min(static_cast<int64_t>(lanes), p.rows));
   for (int item = threadIdx.x; item < 2 * kCols; item += blockDim.x) {
-    Acc sum = 0;
-#pragma unroll 8
-    for (int l = 0; l < used; ++l) sum += shared[l * (2 * kCols) + item];
-    Param* out = static_cast<Param*>(item < kCols ? p.dweight : p.dbias);
-    const int64_t at = block * kCols + item % kCols;
-    if (out && at < p.cols) store_one(out + at, sum);
+    Acc four[4] = {};  // side by side, so that they do not wait for each other
+    int l = 0;
+#pragma unroll 4
+    for (; l + 4 <= used; l += 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] += shared[(l + i) * (2 * kCols) + item];
+    }
+    for (; l < used; ++l) four[0] += shared[l * (2 * kCols) + item];
+    const Acc sum = (four[0] + four[1]) + (four[2] + four[3]);
+    if (split == 1) write(item, sum);
+    else total[item] = sum;
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (split == 1) return;
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.sync();
+  if (rank == 0) {
+    for (int item = threadIdx.x; item < 2 * kCols; item += blockDim.x) {
+      Acc of[kMaxColumnSplit];
+#pragma unroll
+      for (int b = 0; b < kMaxColumnSplit; ++b) of[b] = b < split ? *cluster.map_shared_rank(total + item, b) : Acc(0);
+      Acc sum = 0;
+#pragma unroll
+      for (int b = 0; b < kMaxColumnSplit; ++b) sum += of[b];
+      write(item, sum);
+    }
+  }
+  cluster.sync();  // no block ends while its memory is read
+#endif
+}
+
+// The same, p.column_pieces pieces of 16 bytes wide. (Width known when compiling: 1024x512 float16 4.3 us on an H200,
+// otherwise 4.7.)
+template <typename Elem, typename Param, bool kWhole>
+__device__ __forceinline__ void sum_columns(const BackwardLaunch& p, AccOf<Elem>* shared) {
+  switch (p.column_pieces) {
+    case 4: return sum_slice<Elem, Param, kWhole, 4>(p, shared);
+    case 8: return sum_slice<Elem, Param, kWhole, 8>(p, shared);
+    case 16: return sum_slice<Elem, Param, kWhole, 16>(p, shared);
+    default: return sum_slice<Elem, Param, kWhole, 32>(p, shared);
   }
 }
 
@@ -65,7 +113,7 @@ template <typename Elem, typename Param, bool kWhole>
 __global__ void __launch_bounds__(kBackwardThreads) sum_all_columns(const BackwardLaunch p) {
   extern __shared__ uint4 dynamic_shared[];
   wait_for_previous_kernel();
-  sum_columns<Elem, Param, kWhole>(p, blockIdx.x, reinterpret_cast<AccOf<Elem>*>(dynamic_shared));
+  sum_columns<Elem, Param, kWhole>(p, reinterpret_cast<AccOf<Elem>*>(dynamic_shared));
 }
 
 }  // namespace fastln

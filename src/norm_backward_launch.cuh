@@ -37,7 +37,7 @@ cudaError_t prepare(const DeviceFacts& device, decltype(kKernel)* out) {
 }
 
 // Every compiled variant of norm_backward. `sums`: of columns are wanted; where they are not, rows that
-// backward_is_lean() leaves out still get the variant that keeps them.
+// backward_has_lean() leaves out still get the variant that keeps them.
 template <typename Elem, typename Param>
 cudaError_t find_backward(const BackwardPlan& plan, int pieces, bool ragged, bool sums, const DeviceFacts& device,
                           void (**out)(BackwardLaunch)) {
@@ -45,7 +45,7 @@ cudaError_t find_backward(const BackwardPlan& plan, int pieces, bool ragged, boo
   const auto is = [&](int count, bool is_ragged, bool is_cluster) {
     return pieces == count && ragged == is_ragged && cluster == is_cluster;
   };
-  if (!sums && backward_is_lean(plan, ragged)) {
+  if (!sums && backward_has_lean(plan.pieces, ragged, cluster)) {
     if (pieces == 1) return prepare<norm_backward<Elem, Param, 1, false, false, false>>(device, out);
     if (pieces == 2) return prepare<norm_backward<Elem, Param, 2, false, false, false>>(device, out);
     if (pieces == 3) return prepare<norm_backward<Elem, Param, 3, false, false, false>>(device, out);
@@ -109,7 +109,11 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   p.safe_rows = p.rows - backward_unsafe_rows(grads, sizeof(Elem));
   BackwardGrid grid = backward_grid(grads, plan, sizeof(Elem), device);
   p.blocks = grid.blocks;
-  p.row_blocks = plan.direct && !p.dx ? 0 : grid.blocks * grid.slices;
+  int64_t row_blocks = plan.direct && !p.dx ? 0 : grid.blocks * grid.slices;
+  const int64_t column_cols = plan.column_pieces * kAccess;
+  p.column_pieces = plan.column_pieces;
+  p.column_split = plan.column_split;
+  p.column_blocks = plan.direct && wants_params ? (p.cols + column_cols - 1) / column_cols * plan.column_split : 0;
 
   cudaError_t err;
   Acc* room = static_cast<Acc*>(workspace);
@@ -134,7 +138,8 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, pieces, ragged, sizeof(Acc));
   const int64_t summed_bytes =
       p.partial ? int64_t{2} * groups * summed_width(plan.threads, pieces, kAccess, ragged) * sizeof(Acc) : 0;
-  const int64_t columns_bytes = plan.direct ? int64_t{2} * plan.block * kAccess * sizeof(Acc) : 0;
+  const int64_t columns_bytes =
+      plan.direct ? sum_columns_bytes(plan.block, plan.column_pieces, kAccess, sizeof(Acc)) : 0;
   // Room for each of the resident blocks, less what the hardware keeps of it, and our own static part.
   const int64_t room_bytes =
       std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
@@ -157,22 +162,22 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     err = resident_clusters(kernel, plan, shared_bytes, &clusters);
     if (err != cudaSuccess) return err;
     grid.partials = std::min(grid.partials, clusters);
-    p.blocks = p.row_blocks = grid.partials * plan.cluster;
+    p.blocks = row_blocks = grid.partials * plan.cluster;
   }
-  const int64_t column_blocks =
-      plan.direct && wants_params ? (p.cols + kColumnPieces * kAccess - 1) / (kColumnPieces * kAccess) : 0;
   if (plan.direct && (plan.cluster > 1 || sliced)) {
-    if (column_blocks > 0) {
+    if (p.column_blocks > 0) {
       const int block = 128;
-      err = launch(ragged ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>, column_blocks, 1,
-                   block, int64_t{2} * block * kAccess * sizeof(Acc), 1, device, stream, p);
+      err = launch(ragged ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>, p.column_blocks,
+                   1, block, sum_columns_bytes(block, plan.column_pieces, kAccess, sizeof(Acc)), 1, device, stream, p);
+      p.column_blocks = 0;
     }
     if (err == cudaSuccess && p.dx)
-      err = launch(kernel, p.row_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
+      err = launch(kernel, row_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
     return err;
   }
-  err = launch(kernel, p.row_blocks + column_blocks, 1, plan.block, shared_bytes, std::max(plan.cluster, plan.sharing),
-               device, stream, p);
+  const int cluster = std::max({plan.cluster, plan.sharing, plan.column_split});
+  err = launch(kernel, round_up(p.column_blocks + row_blocks, cluster), 1, plan.block, shared_bytes, cluster, device,
+               stream, p);
   if (err != cudaSuccess || !p.partial) return err;
   // As many columns a block as leave about a block a multiprocessor.
   constexpr int64_t kRun = 16 / sizeof(Acc);

@@ -19,8 +19,12 @@ struct BackwardPlan {
   int32_t blocks_per_sm = 1;  // that stay resident
   int32_t sharing = 1;        // blocks of a cluster, each at rows of its own, that add up their partial sums
   int32_t ring_kb = 64;       // of the rings of a multiprocessor, if that holds two stages; a cluster's have three
-  bool direct = false;        // few rows: one launch, of which some blocks sum columns
+  bool direct = false;        // few rows: one launch, of which some blocks sum columns:
+  int32_t column_pieces = 4;  // pieces of 16 bytes, side by side, of a block: a power of two up to 32
+  int32_t column_split = 1;   // blocks of a cluster, each at rows of its own, that share those
 };
+
+constexpr int kMaxColumnSplit = 8;
 
 constexpr int kBackwardThreads = 512;  // of a block, at most
 
@@ -53,8 +57,13 @@ inline int64_t backward_unsafe_rows(const NormGrads& p, int64_t element_bytes) {
 }
 
 // Whether there is a variant without sums of columns. Rows that take more registers, or a cluster, gain nothing by it.
-inline bool backward_is_lean(const BackwardPlan& plan, bool ragged) {
-  return !ragged && plan.pieces >= 1 && plan.pieces <= 3 && plan.cluster == 1;
+constexpr bool backward_has_lean(int pieces, bool ragged, bool cluster) {
+  return !ragged && pieces >= 1 && pieces <= 3 && !cluster;
+}
+
+// Whether blocks of a variant may be told to sum columns for few rows, whose own part then needs no sums.
+constexpr bool backward_may_sum_columns(int pieces, bool ragged, bool cluster, bool sums) {
+  return !cluster && !(sums && backward_has_lean(pieces, ragged, cluster));
 }
 
 struct BackwardGrid {
@@ -80,6 +89,54 @@ constexpr bool backward_may_share(int element_bytes, int pieces, bool ragged, bo
   return element_bytes == 2 && !ragged && !cluster && (pieces == 2 || pieces == 4);
 }
 
+// Whether rows are few enough for one launch, in which x and dy come twice, the second time from L2. With clusters:
+//   us, one launch and two   512 rows       1024 rows      1536 rows      2048 rows      3072 rows
+//   512 columns              3.8 and 6.2    4.6 and 6.5    5.4 and 7.3    6.1 and 7.7    7.5 and 8.2
+//   1024                     4.5 and 6.8    5.9 and 8.2    7.5 and 8.7    8.7 and 8.9    11.5 and 10.4
+//   2048                     6.0 and 8.8    8.6 and 9.6    11.3 and 11.2  14.2 and 12.5
+//   2560 (160 threads)       7.6 and 10.2   12.1 and 12.1  16.4 and 14.0
+//   4096                     8.2 and 11.5   13.6 and 14.7  18.9 and 18.0
+//   5120                     9.9 and 15.1   17.3 and 19.9
+//   8192                     17.5 and 15.0 (256 rows: 10.0 and 11.6)
+//   float32: 512             4.2 and 5.4    5.1 and 6.6    6.3 and 7.0    7.3 and 7.4    9.4 and 8.9
+//   float32: 2048            7.2 and 8.9    13.7 and 11.5
+//   dx alone: 1024           3.3 and 3.5    4.3 and 4.1    5.9 and 5.3
+//   dx alone: 5120           6.7 and 7.5 (384 rows: 5.7 and 6.8)
+//   dweight and dbias: 1024  5.1 and 6.0    5.7 and 7.3    6.9 and 7.2    8.0 and 7.4
+inline bool backward_is_direct(int64_t rows, int64_t row_pieces, bool halves, bool ragged, bool dx, bool sums,
+                               bool clusters) {
+  if (!clusters) return rows <= (row_pieces <= 256 ? 768 : row_pieces <= 512 ? 512 : 384);
+  const int64_t pieces = rows * row_pieces;
+  if (row_pieces > 896) return rows <= (sums ? 320 : 128);
+  if (!sums) return pieces <= (row_pieces <= 256 ? 131072 : 196608);
+  if (!dx) return rows <= 1536 && pieces <= 131072;
+  if (ragged) return rows <= (halves ? 2048 : 1024) && pieces <= (halves && row_pieces > 256 ? 262144 : 196608);
+  if (!halves) return rows <= 3072 && pieces <= (row_pieces <= 128 ? 229376 : row_pieces <= 256 ? 294912 : 393216);
+  if (rows > (row_pieces < 32 ? 2560 : 3072)) return false;
+  return pieces <= (row_pieces <= 128 ? 294912 : row_pieces <= 256 ? 327680 : row_pieces <= 352 ? 262144 : 655360);
+}
+
+// Of one launch, the blocks that sum columns. They read x and dy as the others do; what counts is that they are about
+// as many as multiprocessors and leave the others room.
+inline void plan_columns(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool many, const DeviceFacts& device,
+                         int max_cluster) {
+  if (out.block >= 384) {
+    // One block a multiprocessor: 16x8192 3.2, of 4 pieces 6.9; 16x16384 4.5, of 16 pieces 6.6, of 4 10.9.
+    out.column_pieces = row_pieces <= 1024 ? 16 : 32;
+    return;
+  }
+  // 16x4096 2.5, of 4 pieces 2.9. 256x1024 3.7, in clusters of 4 or more 3.9; 256x4096 5.4, of 8 pieces 5.5, float32
+  // 256x2048 5.0 and 4.4.
+  const int64_t narrow = rows < 32 ? 0 : rows < 96 ? 384 : !many ? 512 : out.block <= 128 ? INT64_MAX : 64;
+  out.column_pieces = row_pieces < narrow ? 4 : 8;
+  // 1024x1024 5.9 by clusters of 8, by 4 6.2, by 2 6.6 or more; 2048x768 6.9 by 8, by 4 8.8.
+  const int64_t slices = (row_pieces + out.column_pieces - 1) / out.column_pieces;
+  while (many && out.column_split < std::min(kMaxColumnSplit, max_cluster) &&
+         slices * out.column_split * 2 <= device.sms) {
+    out.column_split *= 2;
+  }
+}
+
 // A row's threads and pieces; then how many rows a block takes at once, and how many blocks stay. All measured on one
 // H200 with float16 where nothing else is said, in us; "512x2" is 512 threads a row of 2 pieces each.
 //
@@ -91,8 +148,8 @@ constexpr bool backward_may_share(int element_bytes, int pieces, bool ragged, bo
 //
 // Threads, pieces and cluster follow from the columns, the element size and the device alone, never from the addresses,
 // the rows or what is asked for: those must not change a bit of dx. `sums`: dweight or dbias is asked for.
-inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes, bool sums, const DeviceFacts& device,
-                                  int max_cluster) {
+inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes, bool dx, bool sums,
+                                  const DeviceFacts& device, int max_cluster) {
   const bool ragged = rows_are_ragged(cols, element_bytes), halves = element_bytes == 2;
   const int64_t row_pieces = std::max<int64_t>(cols * element_bytes / kMaxAccessBytes, 1);
   const auto max_threads = [&](int pieces) { return int64_t{backward_threads(pieces, ragged, device.major)}; };
@@ -100,8 +157,10 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   BackwardPlan out;
   if (row_pieces > most_pieces * max_threads(most_pieces)) {
     out.threads = out.block = kBackwardThreads;
-    // 1 to 16 rows: there is a block for each slice of columns, and nothing to wait for.
+    // 1 to 16 rows: there is a block for each slice of columns, and nothing to wait for. 1x32768 5.6, with slices of 4
+    // pieces 7.2.
     out.direct = rows <= 16;
+    out.column_pieces = 16;
     // 2048x20480: two of 448x3 87, three of 448x2 101, four of 512x2 130. 1024x65536: 512x2 135, 512x4 191 (it spills).
     const bool two = halves && !ragged && row_pieces > 2 * 3 * max_threads(3);
     const int pieces = two ? 2 : ragged || halves ? 3 : 4;
@@ -161,12 +220,14 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
     // 32768x1152: 71.2 with 128 KB, 73.5 with 64. 32768x1600: 90.7 and 93.1.
     if (halves && !power_of_two) out.ring_kb = 128;
   }
-  // In one launch: 512x4096 10.6, with partial sums 11.9; 1024x4096 19.0 and 15.4. 512x1024 4.4 and 6.7.
-  out.direct = rows <= (row_pieces <= 256 ? 768 : row_pieces <= 512 ? 512 : 384);
-  if (out.direct) block = rows < 48 ? 128 : rows < 320 ? 256 : 512;  // 16x4096 2.5, by 512 threads 3.1
+  out.direct = backward_is_direct(rows, row_pieces, halves, ragged, dx, sums, max_cluster > 1);
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
+  const bool many = rows >= (row_pieces <= 64 ? 192 : 320);
+  // 64x1024 2.5, by 256 threads 2.7; 512x4096 8.1, by 512 threads 11.7; 1024x769 7.3, by 256 threads 7.9.
+  if (out.direct) block = rows < 96 || ragged || (many && rows <= 640 && row_pieces <= 128) ? 128 : 256;
   block = std::min(block, static_cast<int>(max_threads(out.pieces)));
   out.block = std::max(out.threads, block / out.threads * out.threads);
+  if (out.direct) plan_columns(out, rows, row_pieces, many, device, max_cluster);
   // Without sums of columns there are registers for twice the threads, and no partial sums to add. 65536x128: 15.2, one
   // block 16.1; but 8192x8192 110 and 101.
   if (!sums && !out.direct && !ragged && out.pieces == 1) out.blocks_per_sm = 2;

@@ -12,8 +12,8 @@ import fastln
 
 SLEEP_CYCLES = 100_000_000  # about 50 ms: far longer than it takes to enqueue what comes after
 
-# (rows, cols), in float16: part of a warp, odd and even rows, many and few of them, a block, two that share
-# their partial sums, past what one holds.
+# (rows, cols), in float16: part of a warp, odd and even rows, many and few of them, some whose columns clusters sum, a
+# block, two that share their partial sums, past what one holds.
 SHAPES = (
     (5, 33),
     (4096, 64),
@@ -22,6 +22,7 @@ SHAPES = (
     (1, 8192),
     (5, 8193),
     (700, 1024),
+    (3000, 1024),
     (400, 8192),
     (3, 32768),
     (2, 70001),
@@ -207,7 +208,7 @@ def poisoned(sample, names=TENSORS):
 
 
 @each()
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 131, 132, 133, 264, 1025, 3000])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 131, 132, 133, 264, 321, 1025, 3000, 5000])
 def test_sweep_of_rows(rows, dtype, cuda):
     for cols in (1, 8, 33, 64, 100, 256, 768, 1025):
         poisoned(norm_inputs(dtype, cuda, (rows, cols)))

@@ -38,7 +38,7 @@ def test_case_27_no_access_past_the_end_of_odd_rows(cols, device):
     check(torch.float16, cols, device, offset=1, param=torch.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17, 133, 801])
+@pytest.mark.parametrize("rows", [1, 2, 17, 133, 801, 2600])
 def test_case_27_no_access_past_the_last_row(rows, device):
     check(torch.float16, 40, device, rows=rows)
     check(torch.float32, 33, device, rows=rows, offset=1)

@@ -30,15 +30,17 @@ class Cell(NamedTuple):
 
 
 def cells(dtype):
-    """What reaches every variant on compute capability 9.0: most of more rows than one launch for a handful takes."""
+    """What reaches every variant on compute capability 9.0, of many rows and of few enough for one launch."""
     halves = dtype.itemsize == 2
-    blocks = [Cell(800, 30), Cell(800, 128), Cell(800, 96 if halves else 320), Cell(400, 1500)]
+    three = Cell(4000, 96 if halves else 320)  # pieces a thread
+    blocks = [Cell(4000, 30), Cell(4000, 128), three, Cell(400, 1500)]
     dx_alone = [cell._replace(mask=(True, False, False)) for cell in blocks]
-    ragged = [Cell(800, 20, 1), Cell(800, 200, 1), Cell(800, 80 if halves else 800, 1)]
+    ragged = [Cell(2100, 20, 1), Cell(2100, 200, 1), Cell(2100, 80 if halves else 800, 1)]
     clusters = [Cell(20, 2500), Cell(20, 4000), Cell(20, 1200, 1)]
     slices = [Cell(20, 33000), Cell(20, 18500, 1)]
-    handfuls = [Cell(3, 4000), Cell(3, 1200, 1)]
-    return [*blocks, *dx_alone, *ragged, *clusters, *slices, *handfuls]
+    few = [cell._replace(rows=rows) for cell in (*blocks, *ragged) for rows in (20, 300)]
+    few += [Cell(700, 30), Cell(700, 128), Cell(3, 1000), Cell(3, 4000), Cell(3, 1200, 1)]
+    return [*blocks, *dx_alone, *ragged, *clusters, *slices, *few]
 
 
 def arguments(cell, dtype, param):
