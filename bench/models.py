@@ -4,10 +4,11 @@
     python bench/models.py build/models.json --models GPT --dtypes bfloat16 --engines eager --layers 4
     python bench/table.py build/models.json
 
-A figure is the median over rounds of the time of a step, between two events on the GPU with a synchronized host before,
-so that a host that falls behind counts. The variants of a model take turns within each round, so that a GPU that grows
-warm serves all alike. Before it is timed, a variant's output is held against stock's. A training step is forward, loss,
-backward and fused AdamW. The host times are those of one call on a tensor too small to keep the GPU busy.
+A figure is the median over rounds of the time of a step, between two events on the GPU with a synchronized host
+before, so that a host that falls behind counts. The variants of a model take turns within each round, so that a GPU
+that grows warm serves all alike; models of short steps get more rounds. Before it is timed, a variant's output is held
+against stock's. A training step is forward, loss, backward and fused AdamW. The host times are those of one call on a
+tensor too small to keep the GPU busy.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ DTYPES = {
     "autocast": (torch.float32, torch.bfloat16),
 }
 DIRECTIONS = ("inference", "training")
+MOST_ROUNDS = 60
 #: What may be off stock's output, relative to its largest value.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 1e-1, "autocast": 1e-1}
 
@@ -54,7 +56,8 @@ def parse() -> argparse.Namespace:
     add("--layers", type=int, default=zoo.BASE.depth, help="blocks of each model (default: %(default)s)")
     add("--width", type=int, default=zoo.BASE.width, help="columns of a norm, heads of 64 (default: %(default)s)")
     add("--batch", type=int, help="sequences a step, and eight times as many images")
-    add("--rounds", type=int, default=15, help="default: %(default)s")
+    add("--rounds", type=int, default=15, help="at least (default: %(default)s)")
+    add("--seconds", type=float, default=4, help="of rounds, where they are short (default: %(default)s)")
     add("--steps", type=int, default=5, help="steps a round (default: %(default)s)")
     add("--small", action="store_true", help="the tests' small models, to see whether it runs")
     add("--no-host", action="store_true", help="leave out the host times")
@@ -202,10 +205,11 @@ def measure(entry: zoo.Entry, dtype: str, engine: str, direction: str, options: 
         y = variant.check(x, stock, TOLERANCE[dtype])
         stock = y if stock is None else stock
     del stock, y
-    for variant in variants:
-        variant.time(x, 2)
+    # Short steps wait for the host, whose times are the ones that scatter: they get more rounds.
+    round_seconds = sum([max(variant.time(x, 2), variant.time(x, 2)) for variant in variants]) * options.steps
+    rounds = max(options.rounds, min(int(options.seconds / round_seconds), MOST_ROUNDS))
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for turn in range(options.rounds):
+    for turn in range(rounds):
         for variant in variants[turn % len(variants) :] + variants[: turn % len(variants)]:
             times[variant.name].append(variant.time(x, options.steps))
     return [
@@ -216,6 +220,7 @@ def measure(entry: zoo.Entry, dtype: str, engine: str, direction: str, options: 
             "direction": direction,
             "variant": variant.name,
             "norms": variants[1].norms,
+            "rounds": rounds,
             "input": list(x.shape),
             "seconds": statistics.median(times[variant.name]),
             # Round by round beside stock, so that what slows both cancels.

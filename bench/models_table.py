@@ -18,10 +18,12 @@ def document(results: dict) -> str:
 def caption(results: dict) -> str:
     machine = results["machine"]
     gpu = machine.get("gpu", {"name": machine["processor"], "driver": "none"})
+    rounds = sorted({row.get("rounds", results["rounds"]) for row in results["models"]} or {results["rounds"]})
+    span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
     return (
         f"{gpu['name']} (driver {gpu['driver']}), torch {machine['torch']}, fastln {machine['fastln']}, "
-        f"{machine['date']}. Milliseconds a step, median of {results['rounds']} rounds of {results['steps']} steps in "
-        f"which the variants take turns; {results['layers']} blocks of width {results['width']}; a training step is "
+        f"{machine['date']}. Milliseconds a step, median of {span} rounds of {results['steps']} steps in which the "
+        f"variants take turns; {results['layers']} blocks of width {results['width']}; a training step is "
         "forward, loss, backward and fused AdamW. In brackets: times as fast as stock."
     )
 

@@ -22,7 +22,7 @@ struct Call {
 
   int64_t cols() const { return row_length(input, shape.size()); }
   // The dtype of a parameter's gradient: the parameter's, or that of the sums where there is no parameter.
-  ScalarType grad_type(const OptionalTensor& t) const { return t ? t->scalar_type() : stats_type(input); }
+  ScalarType grad_type(const OptionalTensor& t) const { return t ? dtype_of(*t) : stats_type(input); }
 };
 
 // -------------------------------------------------------------------------------------------- checks
@@ -40,9 +40,8 @@ void check(const Call& c) {
   const auto sizes = c.input.sizes(), got = c.grad_out.sizes();
   if (!std::equal(sizes.begin(), sizes.end(), got.begin(), got.end()))
     fail(kOp, "expected grad_out of shape ", list_text(sizes), ", got ", list_text(got));
-  if (dtype_of(c.grad_out) != c.input.scalar_type())
-    fail(kOp, "expected grad_out of dtype ", dtype_name(c.input.scalar_type()), ", got ",
-         dtype_name(dtype_of(c.grad_out)));
+  if (dtype_of(c.grad_out) != dtype_of(c.input))
+    fail(kOp, "expected grad_out of dtype ", dtype_name(dtype_of(c.input)), ", got ", dtype_name(dtype_of(c.grad_out)));
   check_on_device(kOp, "grad_out", c.grad_out, c.input);
   int64_t rows = 1;
   for (size_t d = 0; d < sizes.size() - c.shape.size(); ++d) rows *= sizes[d];
@@ -64,7 +63,7 @@ BackwardLauncher launcher(ScalarType element, ScalarType param) {
 
 // The dtype in which the kernel reads the weight and writes dweight and dbias, so that none is rounded twice.
 ScalarType kernel_type(const Call& c) {
-  const ScalarType own = c.input.scalar_type();
+  const ScalarType own = dtype_of(c.input);
   const bool reads_own = !c.mask[0] || is_own(c.weight, c.input);
   const bool writes_own = (!c.mask[1] || c.grad_type(c.weight) == own) && (!c.mask[2] || c.grad_type(c.bias) == own);
   return param_type(c.input, reads_own && writes_own);
@@ -121,7 +120,7 @@ void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const Op
   const int64_t bytes = backward_workspace_bytes(grads, plan, element_bytes, facts);
   OptionalTensor workspace;
   if (bytes > 0) workspace = empty_contiguous({&bytes, 1}, ScalarType::Byte, c.input);
-  const char* error = launcher(c.input.scalar_type(), type)(
+  const char* error = launcher(dtype_of(c.input), type)(
       grads, plan, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
   if (error) fail(kOp, "CUDA: ", error);
 }
@@ -134,7 +133,7 @@ Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> s
   check(c);
   const ScalarType type = kernel_type(c);
   OptionalTensor dx, dweight, dbias;
-  if (mask[0]) dx = empty_contiguous(input.sizes(), input.scalar_type(), input);
+  if (mask[0]) dx = empty_contiguous(input.sizes(), dtype_of(input), input);
   if (mask[1]) dweight = empty_contiguous(shape, type, input);
   if (mask[2]) dbias = empty_contiguous(shape, type, input);
   if (input.numel() == 0) {
@@ -177,7 +176,7 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
                           from(OptionalTensor(w)),        from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
   FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
   const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
-  return {mask[0] ? in_dtype(dx, input.scalar_type()) : dx, mask[1] ? in_dtype(dweight, c.grad_type(weight)) : dweight,
+  return {mask[0] ? in_dtype(dx, dtype_of(input)) : dx, mask[1] ? in_dtype(dweight, c.grad_type(weight)) : dweight,
           mask[2] ? in_dtype(dbias, c.grad_type(bias)) : dbias};
 }
 

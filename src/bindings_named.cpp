@@ -105,7 +105,7 @@ void check_overlap(const KernelEntry& k, const Tensor& out, const Tensor& input,
 Affine affine_of(const Tensor& t, ScalarType element) {
   Affine affine;
   affine.data = t.const_data_ptr();
-  affine.kind = t.scalar_type() == element ? Affine::Kind::kElement : Affine::Kind::kFloat32;
+  affine.kind = dtype_of(t) == element ? Affine::Kind::kElement : Affine::Kind::kFloat32;
   return affine;
 }
 

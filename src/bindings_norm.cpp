@@ -96,7 +96,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
     const int64_t values = split_workspace_values(rows.rows, cols, static_cast<int64_t>(input.element_size()));
     workspace = empty_contiguous({&values, 1}, stats_type(input), input);
   }
-  const char* error = launcher(input.scalar_type(), type)(
+  const char* error = launcher(dtype_of(input), type)(
       rows, how, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
   if (error) fail(kOp, "CUDA: ", error);
 }
@@ -104,7 +104,7 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
 Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                        double eps) {
   check_norm(kOp, input, shape, weight, bias);
-  const Tensor out = empty_contiguous(input.sizes(), input.scalar_type(), input);
+  const Tensor out = empty_contiguous(input.sizes(), dtype_of(input), input);
   run_cuda(input, shape.size(), weight, bias, eps, out, nullptr, nullptr);
   return out;
 }
@@ -114,7 +114,7 @@ Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor 
 Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
                            double eps, int rstd_sign) {
   check_norm(kOp, input, shape, weight, bias);
-  const Tensor out = empty_contiguous(input.sizes(), input.scalar_type(), input);
+  const Tensor out = empty_contiguous(input.sizes(), dtype_of(input), input);
   const auto sizes = stats_sizes(input, shape.size());
   const Tensor mean = empty_contiguous(sizes, stats_type(input), input);
   const Tensor rstd = empty_contiguous(sizes, stats_type(input), input);
@@ -157,7 +157,7 @@ Triple layer_norm_fwd_cpu(Tensor input, std::vector<int64_t> shape, OptionalTens
                           double eps) {
   check_norm(kOp, input, shape, weight, bias);
   const ScalarType type = stats_type(input);
-  if (!weight && type != input.scalar_type()) {
+  if (!weight && type != dtype_of(input)) {
     weight = empty_contiguous(shape, type, input);
     torch::stable::fill_(*weight, 1);
   }

@@ -51,11 +51,11 @@ void check_shapes(const Tensor& input, IntList shape, const OptionalTensor& weig
          "], but got input of size", list_text(sizes));
 }
 
-const char* name_of(const Tensor& t) { return torch::headeronly::toString(t.scalar_type()); }
+const char* name_of(const Tensor& t) { return torch::headeronly::toString(dtype_of(t)); }
 
 // aten asks for the dtypes only if there are rows.
 void check_dtypes(const char* kernel, const Tensor& input, std::initializer_list<const OptionalTensor*> others) {
-  switch (input.scalar_type()) {
+  switch (dtype_of(input)) {
     case ScalarType::Half:
     case ScalarType::BFloat16:
     case ScalarType::Float:
@@ -63,7 +63,7 @@ void check_dtypes(const char* kernel, const Tensor& input, std::initializer_list
     default: refuse("\"", kernel, "\" not implemented for '", name_of(input), "'");
   }
   for (const OptionalTensor* t : others)
-    if (*t && (*t)->scalar_type() != input.scalar_type())
+    if (*t && dtype_of(**t) != dtype_of(input))
       refuse("expected scalar type ", name_of(input), " but found ", name_of(**t));
 }
 

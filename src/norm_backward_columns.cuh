@@ -24,6 +24,7 @@ __device__ __forceinline__ void sum_slice(const BackwardLaunch& p, AccOf<Elem>* 
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
   constexpr int kCols = kPieces * kAccess;
+  constexpr int kRowsTogether = kWhole ? 4 : 1;  // more of ragged rows, and their kernels spill on some architectures
   using V = Vec<Elem, kAccess>;
   const int split = p.column_split, rank = static_cast<int>(blockIdx.x) % split;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) / split * kCols;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void sum_slice(const BackwardLaunch& p, AccOf<Elem>* 
 #pragma unroll
   for (int i = 0; i < kAccess; ++i) dweight[i] = dbias[i] = 0;
   if (col < p.cols) {
-#pragma unroll 4
+#pragma unroll kRowsTogether
     for (int64_t row = rank * lanes + lane; row < p.rows; row += lanes * split) {
       const Elem* x = static_cast<const Elem*>(p.x) + row * p.x_stride;
       const Elem* dy = static_cast<const Elem*>(p.dy) + row * p.dy_stride;
@@ -103,8 +104,9 @@ __device__ __forceinline__ void sum_columns(const BackwardLaunch& p, AccOf<Elem>
   switch (p.column_pieces) {
     case 4: return sum_slice<Elem, Param, kWhole, 4>(p, shared);
     case 8: return sum_slice<Elem, Param, kWhole, 8>(p, shared);
-    case 16: return sum_slice<Elem, Param, kWhole, 16>(p, shared);
-    default: return sum_slice<Elem, Param, kWhole, 32>(p, shared);
+    case 32:
+      if constexpr (kWhole) return sum_slice<Elem, Param, kWhole, 32>(p, shared);
+    default: return sum_slice<Elem, Param, kWhole, 16>(p, shared);
   }
 }
 

@@ -108,12 +108,13 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   p.slice = sliced ? slice_cols(sizeof(Elem)) : p.cols;
   p.safe_rows = p.rows - backward_unsafe_rows(grads, sizeof(Elem));
   BackwardGrid grid = backward_grid(grads, plan, sizeof(Elem), device);
-  p.blocks = grid.blocks;
+  p.blocks = static_cast<int>(grid.blocks);
   int64_t row_blocks = plan.direct && !p.dx ? 0 : grid.blocks * grid.slices;
   const int64_t column_cols = plan.column_pieces * kAccess;
   p.column_pieces = plan.column_pieces;
   p.column_split = plan.column_split;
-  p.column_blocks = plan.direct && wants_params ? (p.cols + column_cols - 1) / column_cols * plan.column_split : 0;
+  const int64_t column_slices = plan.direct && wants_params ? (p.cols + column_cols - 1) / column_cols : 0;
+  p.column_blocks = static_cast<int>(column_slices * plan.column_split);
 
   cudaError_t err;
   Acc* room = static_cast<Acc*>(workspace);
@@ -162,7 +163,8 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     err = resident_clusters(kernel, plan, shared_bytes, &clusters);
     if (err != cudaSuccess) return err;
     grid.partials = std::min(grid.partials, clusters);
-    p.blocks = row_blocks = grid.partials * plan.cluster;
+    row_blocks = grid.partials * plan.cluster;
+    p.blocks = static_cast<int>(row_blocks);
   }
   if (plan.direct && (plan.cluster > 1 || sliced)) {
     if (p.column_blocks > 0) {
@@ -183,11 +185,11 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   constexpr int64_t kRun = 16 / sizeof(Acc);
   int lanes = 2;
   while (lanes < kWarp && 2 * p.cols > lanes * kRun * device.sms) lanes *= 2;
-  const int64_t column_slices = (p.cols + lanes * kRun - 1) / (lanes * kRun);
+  const int64_t added_slices = (p.cols + lanes * kRun - 1) / (lanes * kRun);
   void (*add)(const Acc*, int64_t, int64_t, int64_t, int, void*, void*);
   err = prepare<add_partials<Acc, Param>>(device, &add);
   if (err != cudaSuccess) return err;
-  return launch(add, column_slices, 2, kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial),
+  return launch(add, added_slices, 2, kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial),
                 grid.partials, p.pitch, p.cols, lanes, p.dweight, p.dbias);
 }
 

@@ -116,23 +116,30 @@ inline bool backward_is_direct(int64_t rows, int64_t row_pieces, bool halves, bo
   return pieces <= (row_pieces <= 128 ? 294912 : row_pieces <= 256 ? 327680 : row_pieces <= 352 ? 262144 : 655360);
 }
 
-// Of one launch, the blocks that sum columns. They read x and dy as the others do; what counts is that they are about
-// as many as multiprocessors and leave the others room.
-inline void plan_columns(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool many, const DeviceFacts& device,
-                         int max_cluster) {
+// Of one launch: the threads of a block, where a row takes no more; then the blocks that sum columns, which read x and dy
+// as the others do. What counts is that they are about as many as multiprocessors and leave the others room.
+inline void plan_direct(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool halves, bool ragged,
+                        const DeviceFacts& device, int max_cluster) {
+  // Whether clusters pay: 256x128 2.7, without 3.2; but 256x1024 3.3, in clusters of 2 3.6.
+  const bool many = rows >= (row_pieces < 64 ? 192 : 320);
+  // 64x256 1.7, by 256 threads 1.8, but 64x1024 2.5 and 2.4; 512x512 3.6 and 3.8; 1024x769 7.3 and 7.9.
+  const bool small = rows < (row_pieces < 64 ? 96 : 48) || ragged || (many && rows <= 640 && row_pieces <= 128);
+  const int block = small ? 128 : 256;
+  out.block = std::max(out.threads, block / out.threads * out.threads);
   if (out.block >= 384) {
     // One block a multiprocessor: 16x8192 3.2, of 4 pieces 6.9; 16x16384 4.5, of 16 pieces 6.6, of 4 10.9.
-    out.column_pieces = row_pieces <= 1024 ? 16 : 32;
+    out.column_pieces = row_pieces <= 1024 || ragged ? 16 : 32;
     return;
   }
-  // 16x4096 2.5, of 4 pieces 2.9. 256x1024 3.7, in clusters of 4 or more 3.9; 256x4096 5.4, of 8 pieces 5.5, float32
-  // 256x2048 5.0 and 4.4.
-  const int64_t narrow = rows < 32 ? 0 : rows < 96 ? 384 : !many ? 512 : out.block <= 128 ? INT64_MAX : 64;
-  out.column_pieces = row_pieces < narrow ? 4 : 8;
-  // 1024x1024 5.9 by clusters of 8, by 4 6.2, by 2 6.6 or more; 2048x768 6.9 by 8, by 4 8.8.
+  // 256x4096 4.6, of 8 pieces 5.2; float32 256x2048 4.5 and 4.4. 512x4096 7.3, of 8 pieces in clusters of 2 7.9, but
+  // 1024x1024 5.8, of 8 pieces in clusters of 8 5.4. 256x6144 9.3, of 8 pieces 7.8.
+  const bool narrow = many && !small ? row_pieces < 64 || (halves && row_pieces >= 512) : halves || row_pieces < 512;
+  out.column_pieces = narrow && row_pieces <= 640 ? 4 : 8;
+  // 1024x1024 5.9 by clusters of 8, by 4 6.2, by 2 6.6 or more; 2048x768 6.9 by 8, by 4 8.8. float32 512x2048 6.5 without,
+  // by 2 7.1.
   const int64_t slices = (row_pieces + out.column_pieces - 1) / out.column_pieces;
-  while (many && out.column_split < std::min(kMaxColumnSplit, max_cluster) &&
-         slices * out.column_split * 2 <= device.sms) {
+  const int64_t room = halves ? device.sms : device.sms * 3 / 4;
+  while (many && out.column_split < std::min(kMaxColumnSplit, max_cluster) && slices * out.column_split * 2 <= room) {
     out.column_split *= 2;
   }
 }
@@ -222,12 +229,9 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   }
   out.direct = backward_is_direct(rows, row_pieces, halves, ragged, dx, sums, max_cluster > 1);
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
-  const bool many = rows >= (row_pieces <= 64 ? 192 : 320);
-  // 64x1024 2.5, by 256 threads 2.7; 512x4096 8.1, by 512 threads 11.7; 1024x769 7.3, by 256 threads 7.9.
-  if (out.direct) block = rows < 96 || ragged || (many && rows <= 640 && row_pieces <= 128) ? 128 : 256;
   block = std::min(block, static_cast<int>(max_threads(out.pieces)));
   out.block = std::max(out.threads, block / out.threads * out.threads);
-  if (out.direct) plan_columns(out, rows, row_pieces, many, device, max_cluster);
+  if (out.direct) plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);
   // Without sums of columns there are registers for twice the threads, and no partial sums to add. 65536x128: 15.2, one
   // block 16.1; but 8192x8192 110 and 101.
   if (!sums && !out.direct && !ragged && out.pieces == 1) out.blocks_per_sm = 2;

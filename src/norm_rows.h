@@ -49,20 +49,20 @@ struct NormGrads {
 
 // What norm_backward() works on, next to the pointers.
 struct BackwardLaunch : NormGrads {
-  void* partial;          // [blocks of a column slice, 2, pitch] of the accumulate type: dweight, dbias; or null
-  const void* sums;       // [rows, 2] of the accumulate type: averages of g and of g * xhat; or null to compute them
-  int64_t pitch;          // columns of a partial sum, a multiple of 8
-  int64_t slice;          // columns of a row that a block (a cluster) takes: all, or those of one of several slices
-  int64_t blocks;         // that walk over the rows of a slice, side by side
-  int64_t safe_rows;      // rows before this can be read in whole granules
-  int64_t column_blocks;  // before those, that sum columns
-  double per_col;         // 1 / cols
-  int threads;            // of a row's group within a block: a power of two up to 32, or a multiple of 32
-  int cluster;            // blocks that share a row
-  int sharing;            // blocks of a cluster, each at rows of its own, that add up their partial sums; 1 for none
-  int column_pieces;      // of 16 bytes, side by side, that a block sums of columns takes: a power of two up to 32
-  int column_split;       // blocks of a cluster, each at rows of its own, that share those
-  int stages;             // of the ring, 1 to kMaxStages
+  void* partial;      // [blocks of a column slice, 2, pitch] of the accumulate type: dweight, dbias; or null
+  const void* sums;   // [rows, 2] of the accumulate type: averages of g and of g * xhat; or null to compute them
+  int64_t pitch;      // columns of a partial sum, a multiple of 8
+  int64_t slice;      // columns of a row that a block (a cluster) takes: all, or those of one of several slices
+  int blocks;         // that walk over the rows of a slice, side by side
+  int64_t safe_rows;  // rows before this can be read in whole granules
+  int column_blocks;  // before those, that sum columns
+  double per_col;     // 1 / cols
+  int threads;        // of a row's group within a block: a power of two up to 32, or a multiple of 32
+  int cluster;        // blocks that share a row
+  int sharing;        // blocks of a cluster, each at rows of its own, that add up their partial sums; 1 for none
+  int column_pieces;  // of 16 bytes, side by side, that a block sums of columns takes: a power of two up to 32
+  int column_split;   // blocks of a cluster, each at rows of its own, that share those
+  int stages;         // of the ring, 1 to kMaxStages
 };
 
 }  // namespace fastln

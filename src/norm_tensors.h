@@ -50,21 +50,19 @@ inline void check_norm(const char* op, const Tensor& input, IntList shape, const
 
 // The dtype of mean and rstd, and of every sum.
 inline ScalarType stats_type(const Tensor& input) {
-  return input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  return dtype_of(input) == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
 // The dtype in which the kernels and aten take parameters beside the input's: the input's own where all of
 // them have it, else the one of the statistics. The usual model converts nothing.
 inline ScalarType param_type(const Tensor& input, bool all_own) {
-  return all_own ? input.scalar_type() : stats_type(input);
+  return all_own ? dtype_of(input) : stats_type(input);
 }
 
-inline bool is_own(const OptionalTensor& t, const Tensor& input) {
-  return !t || t->scalar_type() == input.scalar_type();
-}
+inline bool is_own(const OptionalTensor& t, const Tensor& input) { return !t || dtype_of(*t) == dtype_of(input); }
 
 inline Tensor in_dtype(const Tensor& t, ScalarType type) {
-  return t.scalar_type() == type ? t : torch::stable::to(t, type);
+  return dtype_of(t) == type ? t : torch::stable::to(t, type);
 }
 
 // Contiguous, in that dtype.

@@ -52,11 +52,13 @@ inline void check_torch(AOTITorchError error, const char* call) {
   throw std::runtime_error(what && what() ? what() : std::string("fastln: torch refused ") + call);
 }
 
-// The dtype, also where the stable ABI has no number for it, as for quantized ones.
+// The dtype, also where the stable ABI has no number for it, as for quantized ones; and in one call into torch, where
+// scalar_type() takes up to a dozen.
 inline ScalarType dtype_of(const Tensor& t) {
+  if (!t.defined()) return ScalarType::Undefined;
   int32_t dtype;
   FASTLN_CHECK_TORCH(aoti_torch_get_dtype(t.get(), &dtype));
-  return t.defined() ? static_cast<ScalarType>(dtype) : ScalarType::Undefined;
+  return static_cast<ScalarType>(dtype);
 }
 
 // As Python has it.
