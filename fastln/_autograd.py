@@ -26,11 +26,12 @@ _fwd = torch.ops.fastln.layer_norm_fwd.default
 _bwd = torch.ops.fastln.layer_norm_bwd.default
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
-_Including = torch._C._IncludeDispatchKeyGuard
 _NEGATIVE = torch._C.DispatchKey.Negative
 _PLAIN = (Tensor, torch.nn.Parameter)
-_len_dispatch_modes = torch._C._len_torch_dispatch_stack
-_hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
+# A later torch may no longer have these; then autograd in Python records every call.
+_Including = getattr(torch._C, "_IncludeDispatchKeyGuard", None)
+_len_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_hooks_on_saved_tensors = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def run(overload, *args, **kwargs):
@@ -115,6 +116,12 @@ def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> b
         and not _len_dispatch_modes()
         and _hooks_on_saved_tensors(False) is None
     )
+
+
+if None in (_Including, _len_dispatch_modes, _hooks_on_saved_tensors):
+
+    def _suits_torch(*_):
+        return False
 
 
 def put_right(*grads: Tensor | None) -> None:

@@ -82,14 +82,11 @@ constexpr int kJoinedThreads = 640, kLeanThreads = 1024;
 #else
 constexpr int kJoinedThreads = kBackwardThreads, kLeanThreads = 768;
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 != 9
-constexpr int kLeastBlocks = 1;  // or the compiler aims at two, and spills
-#else
-constexpr int kLeastBlocks = 0;
-#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kLeastBlocks = 1;  // or the compiler aims at two, and spills
 constexpr int kMajor = 10;
 #else
+constexpr int kLeastBlocks = 0;
 constexpr int kMajor = 9;
 #endif
 template <int kPieces, bool kRagged, bool kCluster, bool kSums>
@@ -113,24 +110,25 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   extern __shared__ uint4 dynamic_shared[];
   __shared__ PairRoom<Acc> room;
 
+  // Variants that never come to this have it too, at one width: without, some are compiled to spill registers.
   constexpr bool kSumsColumns = backward_may_sum_columns(kPieces, kRagged, kCluster, kSums);
-  if constexpr (kSumsColumns) {
-    if (blockIdx.x < p.column_blocks) {
-      wait_for_previous_kernel();
-      sum_columns<Elem, Param, !kRagged>(p, reinterpret_cast<Acc*>(dynamic_shared));
-      return;
-    }
+  if (blockIdx.x < p.column_blocks) {
+    wait_for_previous_kernel();
+    sum_columns<Elem, Param, !kRagged, kSumsColumns>(p, reinterpret_cast<Acc*>(dynamic_shared));
+    return;
   }
 
   const int threads = kCluster ? blockDim.x : p.threads;
   const int groups = kCluster ? 1 : blockDim.x / threads;
   const int group = kCluster ? 0 : threadIdx.x / threads;
   int t = threadIdx.x - group * threads, stride = threads;  // this thread's place in its group, and the group's size
-  int block = static_cast<int>(blockIdx.x), blocks = p.blocks;
+  // 32 bits keep ragged rows within their registers, 64 bits the others.
+  using Count = std::conditional_t<kRagged, int, int64_t>;
+  Count block = static_cast<int>(blockIdx.x), blocks = p.blocks;
   if constexpr (kSumsColumns) block -= p.column_blocks;
   int64_t begin = 0;  // column of the row at which the slice does
   if (p.slice < p.cols) {
-    begin = int64_t{block / blocks} * p.slice;
+    begin = static_cast<int64_t>(block / blocks) * p.slice;
     block %= blocks;
   }
   if constexpr (kCluster) {
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
     block /= p.cluster;
     blocks /= p.cluster;
   }
-  const int rows_at_once = blocks * groups;
+  const Count rows_at_once = blocks * groups;
   const int cols = static_cast<int>(min(p.slice, p.cols - begin));
   // Threads that share a warp, or a part of one, of a row: lane 0 to sharers - 1. (Of ragged rows of several pieces
   // always a whole one, known when compiling.)
@@ -408,8 +406,8 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   const Acc per_col = static_cast<Acc>(p.per_col);
   const auto next = [&](int stage) { return stage + 1 == p.stages ? 0 : stage + 1; };
 
-  int64_t index = int64_t{block} * groups + group;
-  for (int stage = 0; stage < p.stages - 1; ++stage) fill(index + int64_t{stage} * rows_at_once, stage);
+  int64_t index = static_cast<int64_t>(block) * groups + group;
+  for (int stage = 0; stage < p.stages - 1; ++stage) fill(index + stage * rows_at_once, stage);
   int stage = 0, turn = 0;
   if constexpr (kCluster) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -448,7 +446,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   } else {
     // Groups that share a warp go the same number of rounds, by the index of the first one's row. (Each way to write it
     // spills registers in the other variants on compute capability 8.0.)
-    int64_t round = int64_t{block} * groups;
+    int64_t round = static_cast<int64_t>(block) * groups;
     for (; (kRagged ? index - group : round) < p.rows; round += rows_at_once, index += rows_at_once) {
       fill(index + (p.stages - 1) * rows_at_once, stage == 0 ? p.stages - 1 : stage - 1);
       wait_for_copies(p.stages - 1);
@@ -475,7 +473,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   if (!kSums || !p.partial) return;
   constexpr bool kShares = backward_may_share(sizeof(Elem), kPieces, kRagged, kCluster);
   const int sharing = kShares ? p.sharing : 1;
-  Acc* out = static_cast<Acc*>(p.partial) + int64_t{block / sharing} * 2 * p.pitch + begin;  // [2, pitch]
+  Acc* out = static_cast<Acc*>(p.partial) + static_cast<int64_t>(block / sharing) * 2 * p.pitch + begin;  // [2, pitch]
   if (groups == 1 && sharing == 1) {
 #pragma unroll
     for (int j = 0; j < kRuns; ++j) {

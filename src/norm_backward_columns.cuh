@@ -97,10 +97,11 @@ __device__ __forceinline__ void sum_slice(const BackwardLaunch& p, AccOf<Elem>* 
 #endif
 }
 
-// The same, p.column_pieces pieces of 16 bytes wide. (Width known when compiling: 1024x512 float16 4.3 us on an H200,
-// otherwise 4.7.)
-template <typename Elem, typename Param, bool kWhole>
+// The same, p.column_pieces pieces of 16 bytes wide, or always 4 if not kAnyWidth. (Width known when compiling: 1024x512
+// float16 4.3 us on an H200, otherwise 4.7.)
+template <typename Elem, typename Param, bool kWhole, bool kAnyWidth>
 __device__ __forceinline__ void sum_columns(const BackwardLaunch& p, AccOf<Elem>* shared) {
+  if constexpr (!kAnyWidth) return sum_slice<Elem, Param, kWhole, 4>(p, shared);
   switch (p.column_pieces) {
     case 4: return sum_slice<Elem, Param, kWhole, 4>(p, shared);
     case 8: return sum_slice<Elem, Param, kWhole, 8>(p, shared);
@@ -115,7 +116,7 @@ template <typename Elem, typename Param, bool kWhole>
 __global__ void __launch_bounds__(kBackwardThreads) sum_all_columns(const BackwardLaunch p) {
   extern __shared__ uint4 dynamic_shared[];
   wait_for_previous_kernel();
-  sum_columns<Elem, Param, kWhole>(p, reinterpret_cast<AccOf<Elem>*>(dynamic_shared));
+  sum_columns<Elem, Param, kWhole, true>(p, reinterpret_cast<AccOf<Elem>*>(dynamic_shared));
 }
 
 }  // namespace fastln

@@ -180,6 +180,22 @@ def test_second_derivatives_have_the_dtypes_of_their_leaves(recorded, dtype, dev
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * b.abs().max().item())
 
 
+@pytest.mark.parametrize("name", TENSORS)
+def test_derivatives_of_a_batched_backward_are_right(recorded, name, device):
+    sample = leaves(norm_inputs(torch.float64, device, (2, 5)), *TENSORS)
+    others = [getattr(sample, n) for n in TENSORS]
+
+    def second(norm):
+        def of(t):
+            return norm(*(t if n == name else getattr(sample, n) for n in TENSORS)).sin()
+
+        rows = torch.autograd.functional.jacobian(of, getattr(sample, name), create_graph=True, vectorize=True)
+        return torch.autograd.grad((rows.square() * (1 + rows)).sum(), others)
+
+    for a, b in zip(second(lambda x, w, b: recorded(x, [5], w, b)), second(formula), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_node_called_by_hand_gives_the_gradients(recorded, device):
     sample = leaves(norm_inputs(torch.float32, device, (7, 33)), *TENSORS)
     dy = upstream(sample)
