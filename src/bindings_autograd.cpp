@@ -35,7 +35,7 @@ bool resolve(Tensor& t) {
 }
 bool resolve(OptionalTensor& t) { return t && resolve(*t); }
 
-// Fake tensors, as compiled autograd has them, have none.
+// Fake tensors have none.
 bool has_memory(const Tensor& t) { return !is_wrapper(t) && (t.const_data_ptr() != nullptr || t.numel() == 0); }
 
 Triple triple(const StableIValue* stack) { return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])}; }
@@ -65,7 +65,7 @@ Triple aten_backward(const Tensor& grad_out, const Tensor& input, IntList shape,
 Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
   weight = present(weight);
   bias = present(bias);
-  const bool is_ours = input.is_cuda() && !(resolve(input) | resolve(weight) | resolve(bias));
+  const bool is_ours = input.is_cuda() && has_memory(input) && !(resolve(input) | resolve(weight) | resolve(bias));
   if (!is_ours) return aten_forward(input, shape, weight, bias, eps);
   const auto [y, mean, minus_rstd] = layer_norm_fwd_cuda(input, shape, weight, bias, eps, -1);
   return {y, mean, call_unary("aten::_neg_view", minus_rstd)};

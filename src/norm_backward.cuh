@@ -110,12 +110,15 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   extern __shared__ uint4 dynamic_shared[];
   __shared__ PairRoom<Acc> room;
 
-  // Variants that never come to this have it too, at one width: without, some are compiled to spill registers.
+  // Some variants that never come to this have it too, at one width: without, they are compiled to spill registers, or
+  // take longer (of clusters). The others would spill with it.
   constexpr bool kSumsColumns = backward_may_sum_columns(kPieces, kRagged, kCluster, kSums);
-  if (blockIdx.x < p.column_blocks) {
-    wait_for_previous_kernel();
-    sum_columns<Elem, Param, !kRagged, kSumsColumns>(p, reinterpret_cast<Acc*>(dynamic_shared));
-    return;
+  if constexpr (kSumsColumns || kPieces != 3 || (kCluster && !kRagged)) {
+    if (blockIdx.x < p.column_blocks) {
+      wait_for_previous_kernel();
+      sum_columns<Elem, Param, !kRagged, kSumsColumns>(p, reinterpret_cast<Acc*>(dynamic_shared));
+      return;
+    }
   }
 
   const int threads = kCluster ? blockDim.x : p.threads;

@@ -11,6 +11,7 @@ from bwd_support import BWD, MIXTURES, TENSORS, all_same, backward, grads, leave
 from norm_support import FWD, each, norm_inputs
 from reference import same_bits
 from test_bwd_autograd import DERIVATIVES, PRESENT, derivatives, formula
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastln
 from fastln import _autograd
@@ -226,6 +227,16 @@ def test_tensors_with_the_negative_bit_are_read_as_what_they_stand_for(norm, nam
     assert all_same([g.resolve_neg() for g in grads(lazy)], grads(sample))
     with torch.no_grad():
         assert same_bits(norm(*lazy), expected)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
+def test_negative_tensors_without_memory_are_left_to_torch(kind):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch._neg_view(torch.empty(3, 5, device=kind)).requires_grad_()
+        y = F.layer_norm(x, [5])
+        assert (y.shape, y.device.type, y.is_neg()) == ((3, 5), kind, False)
+        (gradient,) = torch.autograd.grad(y, x, torch._neg_view(torch.empty_like(y)))
+        assert gradient.shape == (3, 5)
 
 
 @pytest.mark.parametrize("name", [*TENSORS, "grad_out"])
