@@ -40,6 +40,7 @@ DTYPES = {
     "autocast": (torch.float32, torch.bfloat16),
 }
 DIRECTIONS = ("inference", "training")
+#: Of models whose steps are short.
 MOST_ROUNDS = 60
 #: What may be off stock's output, relative to its largest value.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 1e-1, "autocast": 1e-1}
@@ -205,8 +206,10 @@ def measure(entry: zoo.Entry, dtype: str, engine: str, direction: str, options: 
         y = variant.check(x, stock, TOLERANCE[dtype])
         stock = y if stock is None else stock
     del stock, y
+    for variant in variants:
+        variant.time(x, 2)
     # Short steps wait for the host, whose times are the ones that scatter: they get more rounds.
-    round_seconds = sum([max(variant.time(x, 2), variant.time(x, 2)) for variant in variants]) * options.steps
+    round_seconds = sum(variant.time(x, 2) for variant in variants) * options.steps
     rounds = max(options.rounds, min(int(options.seconds / round_seconds), MOST_ROUNDS))
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for turn in range(rounds):

@@ -132,36 +132,40 @@ def put_right(*grads: Tensor | None) -> None:
     """
 
     def when_recorded():
-        node = next(g.grad_fn for g in grads if g is not None)
-        shape = node._saved_normalized_shape
-        sources = {"grad_out": node._saved_grad_out, "input": node._saved_input, "weight": node._saved_weight}
-        with torch.no_grad():
-            eps = _formula.eps_of(sources["input"], shape, node._saved_rstd)
-        # In the order of native_layer_norm_backward's arguments; None for what is not differentiated.
-        edges = dict(zip(("grad_out", "input", "mean", "rstd", "weight", "bias"), node.next_functions, strict=True))
-        wanted = [name for name in sources if edges[name][0] is not None]
-
-        def second(torchs, grad_grads):
-            with torch.enable_grad():
-                # Views, so that what grad_out and weight may owe to the input is not differentiated here.
-                seen = {name: t if t is None else t.view_as(t) for name, t in sources.items()}
-                mask = [g is not None for g in grad_grads]
-                first = _formula.gradients(seen["grad_out"], seen["input"], shape, seen["weight"], eps, mask)
-            ours = torch.autograd.grad(
-                [g for g in first if g is not None],
-                [seen[name] for name in wanted],
-                [g for g in grad_grads if g is not None],
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-            by_name = dict(zip(wanted, ours, strict=True))
-            return tuple(t if t is None else by_name.get(name, t) for name, t in zip(edges, torchs, strict=True))
-
-        node.register_hook(second)
+        _replace_derivative(next(g.grad_fn for g in grads if g is not None))
 
     # Where no backward() is under way, somebody calls the node by hand, and gets torch's formula.
     with contextlib.suppress(RuntimeError):
         Variable._execution_engine.queue_callback(when_recorded)
+
+
+def _replace_derivative(node: torch.autograd.graph.Node) -> None:
+    """Has our formula differentiate what ``node``, torch's record of a backward, computed."""
+    shape = node._saved_normalized_shape
+    sources = {"grad_out": node._saved_grad_out, "input": node._saved_input, "weight": node._saved_weight}
+    with torch.no_grad():
+        eps = _formula.eps_of(sources["input"], shape, node._saved_rstd)
+    # In the order of native_layer_norm_backward's arguments; None for what is not differentiated.
+    edges = dict(zip(("grad_out", "input", "mean", "rstd", "weight", "bias"), node.next_functions, strict=True))
+    wanted = [name for name in sources if edges[name][0] is not None]
+
+    def second(torchs, grad_grads):
+        with torch.enable_grad():
+            # Views, so that what grad_out and weight may owe to the input is not differentiated here.
+            seen = {name: t if t is None else t.view_as(t) for name, t in sources.items()}
+            mask = [g is not None for g in grad_grads]
+            first = _formula.gradients(seen["grad_out"], seen["input"], shape, seen["weight"], eps, mask)
+        ours = torch.autograd.grad(
+            [g for g in first if g is not None],
+            [seen[name] for name in wanted],
+            [g for g in grad_grads if g is not None],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+        by_name = dict(zip(wanted, ours, strict=True))
+        return tuple(t if t is None else by_name.get(name, t) for name, t in zip(edges, torchs, strict=True))
+
+    node.register_hook(second)
 
 
 class LayerNorm(torch.autograd.Function):

@@ -38,35 +38,11 @@ bool resolve(OptionalTensor& t) { return t && resolve(*t); }
 // Fake tensors have none.
 bool has_memory(const Tensor& t) { return !is_wrapper(t) && (t.const_data_ptr() != nullptr || t.numel() == 0); }
 
-Triple triple(const StableIValue* stack) { return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])}; }
-
-Triple aten_forward(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                    double eps) {
-  StableIValue stack[] = {from(resolved(input)), from(shape), from(resolved(weight)), from(resolved(bias)), from(eps)};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
-  return triple(stack);
-}
-
-Triple aten_backward(const Tensor& grad_out, const Tensor& input, IntList shape, const Tensor& mean, const Tensor& rstd,
-                     const OptionalTensor& weight, const OptionalTensor& bias, const std::vector<bool>& mask) {
-  const bool wanted[] = {mask.at(0), mask.at(1), mask.at(2)};
-  StableIValue stack[] = {from(resolved(grad_out)),
-                          from(resolved(input)),
-                          from(shape),
-                          from(resolved(mean)),
-                          from(resolved(rstd)),
-                          from(resolved(weight)),
-                          from(resolved(bias)),
-                          from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
-  return triple(stack);
-}
-
 Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
   weight = present(weight);
   bias = present(bias);
   const bool is_ours = input.is_cuda() && has_memory(input) && !(resolve(input) | resolve(weight) | resolve(bias));
-  if (!is_ours) return aten_forward(input, shape, weight, bias, eps);
+  if (!is_ours) return aten_layer_norm(resolved(input), shape, resolved(weight), resolved(bias), eps);
   const auto [y, mean, minus_rstd] = layer_norm_fwd_cuda(input, shape, weight, bias, eps, -1);
   return {y, mean, call_unary("aten::_neg_view", minus_rstd)};
 }
@@ -81,7 +57,9 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
     Tensor plain = rstd;
     is_ours = resolve(plain);
   }
-  if (!is_ours) return aten_backward(grad_out, input, shape, mean, rstd, weight, bias, mask);
+  if (!is_ours)
+    return aten_layer_norm_backward(resolved(grad_out), resolved(input), shape, resolved(mean), resolved(rstd),
+                                    resolved(weight), resolved(bias), mask);
   mask.at(1) = mask.at(1) && weight;
   mask.at(2) = mask.at(2) && bias;
   const Triple grads = layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, mask);

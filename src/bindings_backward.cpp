@@ -155,8 +155,6 @@ namespace {
 // which leaves little of a row far from zero, so the rows are centred before.
 Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
                           OptionalTensor weight, OptionalTensor bias, std::vector<bool> mask) {
-  using torch::stable::detail::from;
-  using torch::stable::detail::to;
   const Call c{grad_out, input, shape, mean, rstd, weight, bias, mask};
   check(c);
   const ScalarType type = stats_type(input);
@@ -169,13 +167,8 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
   const Tensor centred = torch::stable::subtract(in_dtype(input, type), row_means);
   // Also in the place of bias, of which aten asks the dtype alone.
   const Tensor w = weight ? *ready(weight, type) : torch::stable::fill_(empty_contiguous(shape, type, input), 1);
-  const bool wanted[] = {mask[0], mask[1], mask[2]};
-  StableIValue stack[] = {from(in_dtype(grad_out, type)), from(centred),
-                          from(IntList(shape)),           from(zero),
-                          from(as_contiguous(rstd)),      from(OptionalTensor(w)),
-                          from(OptionalTensor(w)),        from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
-  const Tensor dx = to<Tensor>(stack[0]), dweight = to<Tensor>(stack[1]), dbias = to<Tensor>(stack[2]);
+  const auto [dx, dweight, dbias] =
+      aten_layer_norm_backward(in_dtype(grad_out, type), centred, shape, zero, as_contiguous(rstd), w, w, mask);
   return {mask[0] ? in_dtype(dx, dtype_of(input)) : dx, mask[1] ? in_dtype(dweight, c.grad_type(weight)) : dweight,
           mask[2] ? in_dtype(dbias, c.grad_type(bias)) : dbias};
 }

@@ -135,15 +135,6 @@ Triple layer_norm_fwd(Tensor input, std::vector<int64_t> shape, OptionalTensor w
 
 // ---------------------------------------------------------------------------------------------- CPU
 
-Triple aten_layer_norm(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                       double eps) {
-  using torch::stable::detail::from;
-  using torch::stable::detail::to;
-  StableIValue stack[] = {from(input), from(shape), from(weight), from(bias), from(eps)};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
-  return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
-}
-
 Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                       double eps) {
   check_norm(kOp, input, shape, weight, bias);

@@ -3,7 +3,6 @@
 
 #include <cooperative_groups.h>
 
-#include "async_copy.cuh"
 #include "norm_backward_plan.h"
 #include "norm_backward_terms.cuh"
 #include "norm_rows.h"

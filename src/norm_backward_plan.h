@@ -116,20 +116,19 @@ inline bool backward_is_direct(int64_t rows, int64_t row_pieces, bool halves, bo
   return pieces <= (row_pieces <= 128 ? 294912 : row_pieces <= 256 ? 327680 : row_pieces <= 352 ? 262144 : 655360);
 }
 
-// Of one launch: the threads of a block, where a row takes no more; then the blocks that sum columns, which read x and dy
-// as the others do. What counts is that they are about as many as multiprocessors and leave the others room.
-inline void plan_direct(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool halves, bool ragged,
-                        const DeviceFacts& device, int max_cluster) {
+// Of one launch: plans the blocks that sum columns, which read x and dy as the others do. What counts is that they are
+// about as many as multiprocessors and leave the others room. Returns the threads of a block, where a row takes no more.
+inline int plan_direct(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool halves, bool ragged,
+                       const DeviceFacts& device, int max_cluster) {
   // Whether clusters pay: 256x128 2.7, without 3.2; but 256x1024 3.3, in clusters of 2 3.6.
   const bool many = rows >= (row_pieces < 64 ? 192 : 320);
   // 64x256 1.7, by 256 threads 1.8, but 64x1024 2.5 and 2.4; 512x512 3.6 and 3.8; 1024x769 7.3 and 7.9.
   const bool small = rows < (row_pieces < 64 ? 96 : 48) || ragged || (many && rows <= 640 && row_pieces <= 128);
   const int block = small ? 128 : 256;
-  out.block = std::max(out.threads, block / out.threads * out.threads);
-  if (out.block >= 384) {
+  if (out.threads >= 384) {
     // One block a multiprocessor: 16x8192 3.2, of 4 pieces 6.9; 16x16384 4.5, of 16 pieces 6.6, of 4 10.9.
     out.column_pieces = row_pieces <= 1024 || ragged ? 16 : 32;
-    return;
+    return block;
   }
   // 256x4096 4.6, of 8 pieces 5.2; float32 256x2048 4.5 and 4.4. 512x4096 7.3, of 8 pieces in clusters of 2 7.9, but
   // 1024x1024 5.8, of 8 pieces in clusters of 8 5.4. 256x6144 9.3, of 8 pieces 7.8.
@@ -142,6 +141,7 @@ inline void plan_direct(BackwardPlan& out, int64_t rows, int64_t row_pieces, boo
   while (many && out.column_split < std::min(kMaxColumnSplit, max_cluster) && slices * out.column_split * 2 <= room) {
     out.column_split *= 2;
   }
+  return block;
 }
 
 // A row's threads and pieces; then how many rows a block takes at once, and how many blocks stay. All measured on one
@@ -229,9 +229,9 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   }
   out.direct = backward_is_direct(rows, row_pieces, halves, ragged, dx, sums, max_cluster > 1);
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
+  if (out.direct) block = plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);
   block = std::min(block, static_cast<int>(max_threads(out.pieces)));
   out.block = std::max(out.threads, block / out.threads * out.threads);
-  if (out.direct) plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);
   // Without sums of columns there are registers for twice the threads, and no partial sums to add. 65536x128: 15.2, one
   // block 16.1; but 8192x8192 110 and 101.
   if (!sums && !out.direct && !ragged && out.pieces == 1) out.blocks_per_sm = 2;

@@ -30,6 +30,8 @@ def test_small_models_are_timed_and_tabled(tmp_path):
         "eager",
         "--rounds",
         "2",
+        "--seconds",
+        "0",
         "--steps",
         "1",
     ]
