@@ -11,9 +11,9 @@ inline bool is_aligned(const void* p, int64_t bytes = kMaxAccessBytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Whether each of `rows` rows begins at a multiple of 16 bytes, `stride_bytes` from one to the next.
-inline bool rows_are_aligned(const void* first, int64_t rows, int64_t stride_bytes) {
-  return is_aligned(first) && (rows == 1 || stride_bytes % kMaxAccessBytes == 0);
+// Whether each of `rows` rows begins at a multiple of `bytes`, `stride_bytes` from one to the next.
+inline bool rows_are_aligned(const void* first, int64_t rows, int64_t stride_bytes, int64_t bytes = kMaxAccessBytes) {
+  return is_aligned(first, bytes) && (rows == 1 || stride_bytes % bytes == 0);
 }
 
 }  // namespace fastln

@@ -69,9 +69,9 @@ ScalarType kernel_type(const Call& c) {
   return param_type(c.input, reads_own && writes_own);
 }
 
-// A copy of the rows in place of them, unless each begins at a multiple of 16 bytes.
-void align_rows(Tensor& t, const void*& data, int64_t& stride, int64_t rows, int64_t cols) {
-  if (rows_are_aligned(data, rows, stride * static_cast<int64_t>(t.element_size()))) return;
+// A copy of the rows in place of them, unless each begins at a multiple of `bytes`.
+void align_rows(Tensor& t, const void*& data, int64_t& stride, int64_t rows, int64_t cols, int64_t bytes) {
+  if (rows_are_aligned(data, rows, stride * static_cast<int64_t>(t.element_size()), bytes)) return;
   const Tensor whole = as_contiguous(t);
   t = whole.const_data_ptr() == data ? torch::stable::clone(whole) : whole;
   data = t.const_data_ptr();
@@ -108,12 +108,11 @@ void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const Op
   const int element_bytes = static_cast<int>(c.input.element_size());
   const BackwardPlan plan = plan_backward(grads.rows, grads.cols, element_bytes, grads.dx, grads.dweight || grads.dbias,
                                           facts, backward_max_cluster(facts));
-  // Ragged rows are read where they lie; those of whole pieces of 16 bytes must begin at such. The copies outlive the
-  // launch call.
+  // Ragged rows are read where they lie; those of whole pieces must begin at such. The copies outlive the launch call.
   Tensor aligned_x = x, aligned_dy = dy;
-  if (!rows_are_ragged(grads.cols, element_bytes)) {
-    align_rows(aligned_x, grads.x, grads.x_stride, grads.rows, grads.cols);
-    align_rows(aligned_dy, grads.dy, grads.dy_stride, grads.rows, grads.cols);
+  if (!rows_are_ragged(grads.cols, element_bytes, plan.piece_bytes)) {
+    align_rows(aligned_x, grads.x, grads.x_stride, grads.rows, grads.cols, plan.piece_bytes);
+    align_rows(aligned_dy, grads.dy, grads.dy_stride, grads.rows, grads.cols, plan.piece_bytes);
   }
 
   // From torch's allocator: what it hands out belongs to the current stream, or to the graph being captured.

@@ -33,7 +33,7 @@ namespace fastln {
 
 // How a thread's columns lie in a row. Both keep a warp's accesses side by side.
 //
-// Rows of whole pieces of 16 bytes: run j is piece j, and the group's threads take neighbouring pieces.
+// Rows of whole pieces of 16 bytes, or of 8: run j is piece j, and the group's threads take neighbouring pieces.
 //
 // Ragged rows, whose length is no multiple of 16 bytes, begin anywhere: 16 bytes that lie aligned in memory, a granule,
 // belong to other columns in each row. Each warp of the group has kPieces * 32 pieces of its own; the granules they
@@ -41,9 +41,9 @@ namespace fastln {
 // bytes (8 for double), so that a run is one or two elements: shared memory can be read at any word, and pairs of
 // 16-bit elements that begin within one take a funnel shift. One run more is for the columns behind the last piece,
 // fewer than a granule.
-template <typename Elem, int kPieces, bool kRagged>
+template <typename Elem, int kPieces, bool kRagged, int kPieceBytes>
 struct Runs {
-  static constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+  static constexpr int kAccess = kPieceBytes / static_cast<int>(sizeof(Elem));
   static constexpr int kRun = !kRagged ? kAccess : sizeof(Elem) == 2 ? 2 : 1;  // elements of a run
   static constexpr int kCount = kPieces * kAccess / kRun + kRagged;            // runs
   static constexpr int kWordBytes = kRun * static_cast<int>(sizeof(Elem));
@@ -57,13 +57,15 @@ __host__ __device__ constexpr int ragged_part_bytes(int lanes, int pieces) {
 }
 
 // Bytes of x, and as many of dy, in a stage of the ring. `sharers` threads share a warp, or a part of one, of a row.
-__host__ __device__ constexpr int ring_tensor_bytes(int block, int sharers, int pieces, bool ragged) {
-  return ragged ? block / sharers * ragged_part_bytes(sharers, pieces) : block * pieces * kMaxAccessBytes;
+__host__ __device__ constexpr int ring_tensor_bytes(int block, int sharers, int pieces, bool ragged, int piece_bytes) {
+  return ragged ? block / sharers * ragged_part_bytes(sharers, pieces) : block * pieces * piece_bytes;
 }
 
 // Bytes of a stage, a multiple of 128: x and dy, then mean and rstd for each `sharers` threads.
-__host__ __device__ constexpr int ring_stage_bytes(int block, int sharers, int pieces, bool ragged, int acc_bytes) {
-  return (2 * ring_tensor_bytes(block, sharers, pieces, ragged) + block / sharers * 2 * acc_bytes + 127) / 128 * 128;
+__host__ __device__ constexpr int ring_stage_bytes(int block, int sharers, int pieces, bool ragged, int piece_bytes,
+                                                   int acc_bytes) {
+  const int tensor_bytes = ring_tensor_bytes(block, sharers, pieces, ragged, piece_bytes);
+  return (2 * tensor_bytes + block / sharers * 2 * acc_bytes + 127) / 128 * 128;
 }
 
 // Columns that a group's sums have room for where the groups of a block are added up.
@@ -95,13 +97,15 @@ constexpr int kRegisterThreads =
     : kPieces <= (kRagged ? 1 : 2) && !kCluster ? kJoinedThreads
                                                 : backward_threads(kPieces, kRagged, kMajor);
 
-// kRagged: rows' length is no multiple of 16 bytes, and they may begin anywhere; else they begin and end at such.
+// kRagged: rows' length is no multiple of kPieceBytes, and they may begin anywhere; else they begin and end at such.
 // kCluster: a cluster of blocks shares a row. kSums: p.partial is not null.
-template <typename Elem, typename Param, int kPieces, bool kRagged, bool kCluster, bool kSums>
+template <typename Elem, typename Param, int kPieces, bool kRagged, bool kCluster, bool kSums,
+          int kPieceBytes = kMaxAccessBytes>
 __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, kSums>), kLeastBlocks)
     norm_backward(const BackwardLaunch p) {
   using Acc = AccOf<Elem>;
-  using R = Runs<Elem, kPieces, kRagged>;
+  static_assert(kPieceBytes == kMaxAccessBytes || (!kRagged && !kCluster));
+  using R = Runs<Elem, kPieces, kRagged, kPieceBytes>;
   constexpr int kAccess = R::kAccess, kRun = R::kRun, kRuns = R::kCount;
   // Whether a row stays in registers between its sums and dx; else it is read again, from the ring.
   constexpr bool kHold = kPieces * kAccess <= 16 && !kCluster;
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   if constexpr (kSumsColumns || kPieces != 3 || (kCluster && !kRagged)) {
     if (blockIdx.x < p.column_blocks) {
       wait_for_previous_kernel();
-      sum_columns<Elem, Param, !kRagged, kSumsColumns>(p, reinterpret_cast<Acc*>(dynamic_shared));
+      sum_columns<Elem, Param, !kRagged, kSumsColumns, kPieceBytes>(p, reinterpret_cast<Acc*>(dynamic_shared));
       return;
     }
   }
@@ -188,12 +192,12 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
 
   // The ring, see ring_stage_bytes(). The statistics are those of each warp's row (of each group's, where a warp has
   // several).
-  const uint32_t tensor_bytes = ring_tensor_bytes(blockDim.x, sharers, kPieces, kRagged);
-  const uint32_t stage_bytes = ring_stage_bytes(blockDim.x, sharers, kPieces, kRagged, sizeof(Acc));
-  const uint32_t access_bytes = blockDim.x * kMaxAccessBytes;  // from one piece of a thread to its next
+  const uint32_t tensor_bytes = ring_tensor_bytes(blockDim.x, sharers, kPieces, kRagged, kPieceBytes);
+  const uint32_t stage_bytes = ring_stage_bytes(blockDim.x, sharers, kPieces, kRagged, kPieceBytes, sizeof(Acc));
+  const uint32_t access_bytes = blockDim.x * kPieceBytes;  // from one piece of a thread to its next
   const uint32_t ring = shared_address(dynamic_shared);
   uint32_t own = kRagged ? ring + threadIdx.x / sharers * ragged_part_bytes(sharers, kPieces)  // the sharers' granules
-                         : ring + threadIdx.x * kMaxAccessBytes;                               // the thread's pieces
+                         : ring + threadIdx.x * kPieceBytes;                                   // the thread's pieces
   if constexpr (kRagged) asm("" : "+r"(own));  // or it is worked out anew at each use
   const uint32_t stats = ring + 2 * tensor_bytes + threadIdx.x / sharers * 2 * sizeof(Acc);
   // Elements that lie before a row in its first granule. (`begin` and part_first are multiples of granules.)
@@ -249,7 +253,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
           const Elem* from = static_cast<const Elem*>(tensor) + row * row_stride + begin + first;
 #pragma unroll
           for (int j = 0; j < kPieces; ++j)
-            if (inside(j)) copy_async<16>(to + j * access_bytes, from + j * step);
+            if (inside(j)) copy_async<kPieceBytes>(to + j * access_bytes, from + j * step);
         };
         copy(at, p.x, p.x_stride);
         copy(at + tensor_bytes, p.dy, p.dy_stride);
@@ -265,12 +269,12 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   // Ragged: in shared memory zeros follow a row, so that no lane has to ask whether it is past the end. Copies write
   // none but granules that the row reaches into; clear() is for the rest of the last of them, and of the one that a
   // row with another offset may have reached into.
-  const bool partial = kRagged && end < part_end;
-  if (partial) {
+  if (kRagged && end < part_end) {
     for (int stage = 0; stage < p.stages; ++stage) {
       for (int at = lane * kMaxAccessBytes; at < ragged_part_bytes(sharers, kPieces); at += sharers * kMaxAccessBytes) {
-        store_shared_vec(own + stage * stage_bytes + at, Vec<Elem, kAccess>{});
-        store_shared_vec(own + stage * stage_bytes + tensor_bytes + at, Vec<Elem, kAccess>{});
+        const Vec<Elem, kMaxAccessBytes / sizeof(Elem)> zeros{};
+        store_shared_vec(own + stage * stage_bytes + at, zeros);
+        store_shared_vec(own + stage * stage_bytes + tensor_bytes + at, zeros);
       }
     }
   }
@@ -474,7 +478,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   }
 
   if (!kSums || !p.partial) return;
-  constexpr bool kShares = backward_may_share(sizeof(Elem), kPieces, kRagged, kCluster);
+  constexpr bool kShares = backward_may_share(sizeof(Elem), kPieces, kRagged, kCluster, kPieceBytes);
   const int sharing = kShares ? p.sharing : 1;
   Acc* out = static_cast<Acc*>(p.partial) + static_cast<int64_t>(block / sharing) * 2 * p.pitch + begin;  // [2, pitch]
   if (groups == 1 && sharing == 1) {

@@ -15,13 +15,13 @@ __host__ __device__ constexpr int sum_columns_bytes(int block, int column_pieces
   return 2 * access * (block + column_pieces) * acc_bytes;
 }
 
-// dweight and dbias of the block's slice of columns, kPieces pieces of 16 bytes wide. Thread t takes piece t % kPieces of
+// dweight and dbias of the block's slice of columns, kPieces pieces of kPieceBytes wide. Thread t takes piece t % kPieces of
 // rows t / kPieces, and so on, starting where its place in the cluster says; the threads' sums are added in a fixed order,
 // then the blocks'.
-template <typename Elem, typename Param, bool kWhole, int kPieces>
+template <typename Elem, typename Param, bool kWhole, int kPieceBytes, int kPieces>
 __device__ __forceinline__ void sum_slice(const BackwardLaunch& p, AccOf<Elem>* shared) {
   using Acc = AccOf<Elem>;
-  constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+  constexpr int kAccess = kPieceBytes / static_cast<int>(sizeof(Elem));
   constexpr int kCols = kPieces * kAccess;
   constexpr int kRowsTogether = kWhole ? 4 : 1;  // more of ragged rows, and their kernels spill on some architectures
   using V = Vec<Elem, kAccess>;
@@ -96,17 +96,17 @@ __device__ __forceinline__ void sum_slice(const BackwardLaunch& p, AccOf<Elem>* 
 #endif
 }
 
-// The same, p.column_pieces pieces of 16 bytes wide, or always 4 if not kAnyWidth. (Width known when compiling: 1024x512
+// The same, p.column_pieces pieces wide, or always 4 if not kAnyWidth. (Width known when compiling: 1024x512
 // float16 4.3 us on an H200, otherwise 4.7.)
-template <typename Elem, typename Param, bool kWhole, bool kAnyWidth>
+template <typename Elem, typename Param, bool kWhole, bool kAnyWidth, int kPieceBytes = kMaxAccessBytes>
 __device__ __forceinline__ void sum_columns(const BackwardLaunch& p, AccOf<Elem>* shared) {
-  if constexpr (!kAnyWidth) return sum_slice<Elem, Param, kWhole, 4>(p, shared);
+  if constexpr (!kAnyWidth) return sum_slice<Elem, Param, kWhole, kPieceBytes, 4>(p, shared);
   switch (p.column_pieces) {
-    case 4: return sum_slice<Elem, Param, kWhole, 4>(p, shared);
-    case 8: return sum_slice<Elem, Param, kWhole, 8>(p, shared);
+    case 4: return sum_slice<Elem, Param, kWhole, kPieceBytes, 4>(p, shared);
+    case 8: return sum_slice<Elem, Param, kWhole, kPieceBytes, 8>(p, shared);
     case 32:
-      if constexpr (kWhole) return sum_slice<Elem, Param, kWhole, 32>(p, shared);
-    default: return sum_slice<Elem, Param, kWhole, 16>(p, shared);
+      if constexpr (kWhole) return sum_slice<Elem, Param, kWhole, kPieceBytes, 32>(p, shared);
+    default: return sum_slice<Elem, Param, kWhole, kPieceBytes, 16>(p, shared);
   }
 }
 

@@ -45,7 +45,16 @@ cudaError_t find_backward(const BackwardPlan& plan, int pieces, bool ragged, boo
   const auto is = [&](int count, bool is_ragged, bool is_cluster) {
     return pieces == count && ragged == is_ragged && cluster == is_cluster;
   };
-  if (!sums && backward_has_lean(plan.pieces, ragged, cluster)) {
+  const bool lean = !sums && backward_has_lean(plan.pieces, ragged, cluster);
+  if constexpr (sizeof(Elem) == 2) {
+    if (plan.piece_bytes == 8) {
+      if (lean && pieces == 3) return prepare<norm_backward<Elem, Param, 3, false, false, false, 8>>(device, out);
+      if (pieces == 3) return prepare<norm_backward<Elem, Param, 3, false, false, true, 8>>(device, out);
+      if (pieces == 4) return prepare<norm_backward<Elem, Param, 4, false, false, true, 8>>(device, out);
+      return cudaErrorInvalidValue;
+    }
+  }
+  if (lean) {
     if (pieces == 1) return prepare<norm_backward<Elem, Param, 1, false, false, false>>(device, out);
     if (pieces == 2) return prepare<norm_backward<Elem, Param, 2, false, false, false>>(device, out);
     if (pieces == 3) return prepare<norm_backward<Elem, Param, 3, false, false, false>>(device, out);
@@ -93,8 +102,8 @@ template <typename Elem, typename Param>
 cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, const DeviceFacts& device,
                             void* workspace, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
-  constexpr int64_t kAccess = kMaxAccessBytes / sizeof(Elem);
-  const bool ragged = rows_are_ragged(grads.cols, sizeof(Elem));
+  const int access = plan.piece_bytes / static_cast<int>(sizeof(Elem));
+  const bool ragged = rows_are_ragged(grads.cols, sizeof(Elem), plan.piece_bytes);
   const bool wants_params = grads.dweight || grads.dbias;
   const bool sliced = plan.pieces == 0;
   const int pieces = sliced ? kSlicePieces : plan.pieces;
@@ -110,7 +119,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   BackwardGrid grid = backward_grid(grads, plan, sizeof(Elem), device);
   p.blocks = static_cast<int>(grid.blocks);
   int64_t row_blocks = plan.direct && !p.dx ? 0 : grid.blocks * grid.slices;
-  const int64_t column_cols = plan.column_pieces * kAccess;
+  const int64_t column_cols = int64_t{plan.column_pieces} * access;
   p.column_pieces = plan.column_pieces;
   p.column_split = plan.column_split;
   const int64_t column_slices = plan.direct && wants_params ? (p.cols + column_cols - 1) / column_cols : 0;
@@ -136,11 +145,11 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   }
 
   const int sharers = std::min(plan.threads, kWarp), groups = plan.block / plan.threads;
-  const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, pieces, ragged, sizeof(Acc));
+  const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, pieces, ragged, plan.piece_bytes, sizeof(Acc));
   const int64_t summed_bytes =
-      p.partial ? int64_t{2} * groups * summed_width(plan.threads, pieces, kAccess, ragged) * sizeof(Acc) : 0;
+      p.partial ? int64_t{2} * groups * summed_width(plan.threads, pieces, access, ragged) * sizeof(Acc) : 0;
   const int64_t columns_bytes =
-      plan.direct ? sum_columns_bytes(plan.block, plan.column_pieces, kAccess, sizeof(Acc)) : 0;
+      plan.direct ? sum_columns_bytes(plan.block, plan.column_pieces, access, sizeof(Acc)) : 0;
   // Room for each of the resident blocks, less what the hardware keeps of it, and our own static part.
   const int64_t room_bytes =
       std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
@@ -170,7 +179,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     if (p.column_blocks > 0) {
       const int block = 128;
       err = launch(ragged ? sum_all_columns<Elem, Param, false> : sum_all_columns<Elem, Param, true>, p.column_blocks,
-                   1, block, sum_columns_bytes(block, plan.column_pieces, kAccess, sizeof(Acc)), 1, device, stream, p);
+                   1, block, sum_columns_bytes(block, plan.column_pieces, access, sizeof(Acc)), 1, device, stream, p);
       p.column_blocks = 0;
     }
     if (err == cudaSuccess && p.dx)

@@ -12,7 +12,8 @@
 namespace fastln {
 
 struct BackwardPlan {
-  int32_t pieces = 0;         // of 16 bytes that a thread owns; 0: rows are cut into slices, and their sums come first
+  int32_t pieces = 0;         // that a thread owns; 0: rows are cut into slices, and their sums come first
+  int32_t piece_bytes = 16;   // 8 for rows that are whole pieces only so
   int32_t threads = 0;        // a row's threads within a block: a power of two up to 32, else a multiple of 32
   int32_t cluster = 1;        // blocks that share a row
   int32_t block = 0;          // threads of a block, a multiple of `threads`
@@ -20,7 +21,7 @@ struct BackwardPlan {
   int32_t sharing = 1;        // blocks of a cluster, each at rows of its own, that add up their partial sums
   int32_t ring_kb = 64;       // of the rings of a multiprocessor, if that holds two stages; a cluster's have three
   bool direct = false;        // few rows: one launch, of which some blocks sum columns:
-  int32_t column_pieces = 4;  // pieces of 16 bytes, side by side, of a block: a power of two up to 32
+  int32_t column_pieces = 4;  // pieces, side by side, of a block: a power of two up to 32
   int32_t column_split = 1;   // blocks of a cluster, each at rows of its own, that share those
 };
 
@@ -47,8 +48,10 @@ inline int64_t backward_pitch(int64_t cols) { return round_up(cols, 8); }
 // Columns that one block adds, where the sums of long rows come first.
 constexpr int64_t kSumsChunk = 16384;
 
-// Whether a row's length is no multiple of 16 bytes, so that rows begin anywhere.
-inline bool rows_are_ragged(int64_t cols, int64_t element_bytes) { return cols * element_bytes % kMaxAccessBytes != 0; }
+// Whether a row's length is no multiple of a piece, so that rows begin anywhere.
+inline bool rows_are_ragged(int64_t cols, int64_t element_bytes, int64_t piece_bytes) {
+  return cols * element_bytes % piece_bytes != 0;
+}
 
 // The last rows of x or dy from whose end to the tensor's there may be less than whole 16 bytes.
 inline int64_t backward_unsafe_rows(const NormGrads& p, int64_t element_bytes) {
@@ -85,8 +88,8 @@ inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, 
 
 // Whether the kernel of such a variant can add up the partial sums of several blocks, where each has one group of
 // threads.
-constexpr bool backward_may_share(int element_bytes, int pieces, bool ragged, bool cluster) {
-  return element_bytes == 2 && !ragged && !cluster && (pieces == 2 || pieces == 4);
+constexpr bool backward_may_share(int element_bytes, int pieces, bool ragged, bool cluster, int piece_bytes) {
+  return element_bytes == 2 && !ragged && !cluster && piece_bytes == 16 && (pieces == 2 || pieces == 4);
 }
 
 // Whether rows are few enough for one launch, in which x and dy come twice, the second time from L2. With clusters:
@@ -157,7 +160,10 @@ inline int plan_direct(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool
 // the rows or what is asked for: those must not change a bit of dx. `sums`: dweight or dbias is asked for.
 inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes, bool dx, bool sums,
                                   const DeviceFacts& device, int max_cluster) {
-  const bool ragged = rows_are_ragged(cols, element_bytes), halves = element_bytes == 2;
+  // Half pieces, of up to 128 a row: 524288x100 115 us or less, ragged 204; 131072x260 76, 119; 131072x180 48; 65536x500
+  // 63, 68; but 65536x516 81, 74; 32768x1500 108, 105; 8192x4100 87, 83.
+  const bool in_halves = rows_are_half_pieces(cols, element_bytes) && cols <= 512;
+  const bool ragged = !in_halves && rows_are_ragged(cols, element_bytes, kMaxAccessBytes), halves = element_bytes == 2;
   const int64_t row_pieces = std::max<int64_t>(cols * element_bytes / kMaxAccessBytes, 1);
   const auto max_threads = [&](int pieces) { return int64_t{backward_threads(pieces, ragged, device.major)}; };
   const int most_pieces = ragged ? 3 : 4;
@@ -182,15 +188,20 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
     }
     return out;
   }
+  const int64_t own_pieces = in_halves ? cols / 4 : row_pieces;
   const auto threads_of = [&](int pieces) {
-    return group_of(std::max<int64_t>((row_pieces + pieces - 1) / pieces, !ragged ? 1 : pieces > 1 ? kWarp : 4));
+    return group_of(std::max<int64_t>((own_pieces + pieces - 1) / pieces, !ragged ? 1 : pieces > 1 ? kWarp : 4));
   };
   const auto idle = [&](int pieces) {
-    return 1.0 - static_cast<double>(row_pieces) / static_cast<double>(threads_of(pieces) * pieces);
+    return 1.0 - static_cast<double>(own_pieces) / static_cast<double>(threads_of(pieces) * pieces);
   };
   const bool power_of_two = (row_pieces & (row_pieces - 1)) == 0;
   int block = kBackwardThreads;
-  if (row_pieces <= 32) {
+  if (in_halves) {
+    // 131072x180: 16x4 48, 32x2 62.
+    out.piece_bytes = 8;
+    out.pieces = idle(3) + 0.125 < idle(4) ? 3 : 4;
+  } else if (row_pieces <= 32) {
     // 32768x256: 32x1 18.2, 16x2 17.8. 65536x128: 16x1 18.0, 8x2 19.4.
     out.pieces = 1;
   } else if (row_pieces <= 64) {
@@ -229,7 +240,10 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   }
   out.direct = backward_is_direct(rows, row_pieces, halves, ragged, dx, sums, max_cluster > 1);
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
-  if (out.direct) block = plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);
+  if (out.direct) {
+    block = plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);
+    if (in_halves) out.column_pieces = std::min(2 * out.column_pieces, 32);
+  }
   block = std::min(block, static_cast<int>(max_threads(out.pieces)));
   out.block = std::max(out.threads, block / out.threads * out.threads);
   // Without sums of columns there are registers for twice the threads, and no partial sums to add. 65536x128: 15.2, one
@@ -238,8 +252,8 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   // Two blocks add up their partial sums: 4096x8192 58.5, not 61.4; 8192x8192 106.1, not 108.5; 4096x12288 82.4, not
   // 87.6; 2048x16384 63.0, not 69.3. With fewer columns it costs 1, and float32 and ragged rows gain nothing. Clusters
   // of 4 or 8 leave 12 of 132 multiprocessors idle (8192x8192 116.5).
-  const bool may_share =
-      backward_may_share(element_bytes, out.pieces, ragged, out.cluster > 1) && out.block == out.threads;
+  const bool may_share = backward_may_share(element_bytes, out.pieces, ragged, out.cluster > 1, out.piece_bytes) &&
+                         out.block == out.threads;
   if (sums && !out.direct && may_share && row_pieces >= 1024 && max_cluster > 1) out.sharing = 2;
   return out;
 }

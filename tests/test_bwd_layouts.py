@@ -61,7 +61,7 @@ def test_fake_and_meta_results_are_the_real_ones_but_for_values(layout, dtype, d
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_a_misaligned_base_changes_no_bit(dtype, offset, device):
     wide = (whole_cols(dtype, 300), whole_cols(dtype, 700) + 1, whole_cols(dtype, 2500), whole_cols(dtype, 1300) + 1)
-    for cols in (1, 7, 33, 320, 769, 1024, *wide) if device.type == "cuda" else (33,):
+    for cols in (1, 7, 33, 100, 320, 516, 769, 1024, 2500, *wide) if device.type == "cuda" else (33,):
         sample = norm_inputs(dtype, device, (5, cols))
         dy, statistics = upstream(sample), stats(sample)
         expected = backward(dy, sample, ALL, statistics)
@@ -75,7 +75,7 @@ def test_a_misaligned_base_changes_no_bit(dtype, offset, device):
 @each()
 @pytest.mark.parametrize("gap", [1, 2, 3, 4, 8])
 def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
-    for cols in (1, 7, 33, 320, 769, whole_cols(dtype, 300)) if device.type == "cuda" else (33,):
+    for cols in (1, 7, 33, 100, 320, 516, 769, 2500, whole_cols(dtype, 300)) if device.type == "cuda" else (33,):
         sample = norm_inputs(dtype, device, (37, cols))
         dy, statistics = upstream(sample), stats(sample)
         expected = backward(dy, sample, ALL, statistics)
@@ -88,7 +88,7 @@ def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
 @each()
 def test_many_rows_of_any_place_give_the_same_bits(dtype, cuda):
     """NaNs lie between the rows, which one launch takes or which are too many for it."""
-    shapes = [(rows, cols) for rows in (900, 3100) for cols in (1, 9, 33, 100, 257, 263, 768, 769)]
+    shapes = [(rows, cols) for rows in (900, 3100) for cols in (1, 9, 33, 100, 257, 263, 516, 768, 769)]
     shapes += [(700, whole_cols(dtype, 400) + 1), (400, whole_cols(dtype, 1000) + 1), (40, whole_cols(dtype, 1300) + 1)]
     for rows, cols in shapes:
         sample = norm_inputs(dtype, cuda, (rows, cols))
@@ -104,7 +104,7 @@ def test_many_rows_of_any_place_give_the_same_bits(dtype, cuda):
 @each()
 def test_what_lies_around_the_arguments_is_not_read_or_written(dtype, device):
     """NaNs around every argument: none gets into a gradient, and each stays where it is."""
-    for cols in (7, 33, 320, 769):
+    for cols in (7, 33, 100, 320, 769):
         sample = norm_inputs(dtype, device, (6, cols))
         dy, (mean, rstd) = upstream(sample), stats(sample)
         expected = backward(dy, sample, ALL, (mean, rstd))

@@ -32,7 +32,7 @@ def test_case_27_no_access_past_the_end(dtype, cols, device):
     check(dtype, cols, device)
 
 
-@pytest.mark.parametrize("cols", [1, 7, 9, 33, 100, 769, 1025, 8193, 16401, 40001])
+@pytest.mark.parametrize("cols", [1, 4, 7, 9, 33, 100, 769, 772, 1025, 6004, 8193, 16401, 40001])
 def test_case_27_no_access_past_the_end_of_odd_rows(cols, device):
     check(torch.bfloat16, cols, device)
     check(torch.float16, cols, device, offset=1, param=torch.float32)

@@ -34,6 +34,8 @@ def cells(dtype):
     halves = dtype.itemsize == 2
     three = Cell(4000, 96 if halves else 320)  # pieces a thread
     blocks = [Cell(4000, 30), Cell(4000, 128), three, Cell(400, 1500)]
+    if halves:
+        blocks += [Cell(4000, 10, 4), Cell(4000, 15, 4)]  # pieces of 8 bytes
     dx_alone = [cell._replace(mask=(True, False, False)) for cell in blocks]
     ragged = [Cell(2100, 20, 1), Cell(2100, 200, 1), Cell(2100, 80 if halves else 800, 1)]
     clusters = [Cell(20, 2500), Cell(20, 4000), Cell(20, 1200, 1)]
