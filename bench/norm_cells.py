@@ -42,7 +42,7 @@ TARGETS_IN_ALL_DTYPES = {(4096, 4096), (32768, 768), (4096, 512), (4096, 1024), 
 
 #: Columns of the sweeps: powers of two, hidden sizes of models, and lengths that fit no vector or tile.
 SWEEP_COLS = sorted(
-    {100, 257, 384, 640, 760, 1152, 1280, 1600, 2560, 3072, 5120, 6144, 7168, 12288, 20480, 131072, 262144}
+    {100, 257, 300, 384, 640, 760, 1152, 1280, 1600, 2560, 3072, 5120, 6144, 7168, 12288, 20480, 131072, 262144}
     | {2**i for i in range(7, 17)}
 )
 BACKWARD_SWEEP_COLS = sorted({64, 320, 768, 769, 4097, *SWEEP_COLS} - {760})

@@ -11,7 +11,7 @@ _KEY = torch._C.DispatchKey.AutocastCUDA
 
 
 def _eligible(t: Tensor) -> bool:
-    return t.is_cuda and t.is_floating_point() and t.dtype != torch.float64
+    return t.dtype not in (torch.float32, torch.float64) and t.is_cuda and t.is_floating_point()
 
 
 def _cast(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

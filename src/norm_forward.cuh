@@ -27,9 +27,16 @@ enum class Rows {
   kWhole,    // they begin and end at multiples of 16 bytes: a piece is one access
   kShifted,  // they begin anywhere: pieces are shifted out of and into granules of 16 bytes, between lanes (shift.cuh)
   kWords,    // they are words of 4 (or 8) bytes, but no whole pieces: a word is one access
+  kPairs,    // they are pairs of such words, of 16-bit elements: a pair is one access
 };
 
 constexpr bool rows_are_pieces(Rows rows) { return rows == Rows::kFull || rows == Rows::kWhole; }
+
+// Elements that a thread reads and writes at once.
+template <typename Elem, Rows kRows>
+constexpr int kAccessElements = kRows == Rows::kWords   ? kWordElements<Elem>
+                                : kRows == Rows::kPairs ? 2 * kWordElements<Elem>
+                                                        : kMaxAccessBytes / static_cast<int>(sizeof(Elem));
 
 // With 8 pieces, whose weight and bias are fetched late, 64 registers are enough for a block of 1024 threads, except
 // for rows that are not whole, and except from compute capability 10.0 on, where the compiler spills (plan() knows).
@@ -51,7 +58,8 @@ constexpr bool kFourFit40 = true;
 template <typename Elem, int kPieces, Fetch kFetch, Rows kRows>
 constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows != Rows::kShifted && kPieces <= 3 && kFetch != Fetch::kLate)
                                                : kFetch != Fetch::kLate &&
-                                                     (kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows)));
+                                                     (kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows) &&
+                                                                       kFetch != Fetch::kTight));
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
 // uses to unpack earlier, which is worth less than another block. (On an H200, late: bfloat16 32768x2048 with 2 pieces
@@ -62,6 +70,7 @@ constexpr int forward_registers() {
   constexpr bool kWhole = rows_are_pieces(kRows);
   if (kPieces == 8 && kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
+  if (kFetch == Fetch::kTight && sizeof(Elem) == 2) return 72;
   if (kFetch == Fetch::kTight) return kWideBlocksFit && kFourFit40 ? 64 : 80;
   if (kFetch == Fetch::kLate && kPieces <= 5) {
     if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;
@@ -71,7 +80,7 @@ constexpr int forward_registers() {
     return kPieces == 4 && (kWide || !kFourFit40) ? 48 : 40;
   }
   if (kWide || kPieces == 8) return 128;
-  if (kRows == Rows::kWords && kPieces == 3) return 80;
+  if ((kRows == Rows::kWords || kRows == Rows::kPairs) && kPieces == 3) return 80;
   if (kPieces == 2) return !kWhole ? 64 : sizeof(Elem) == 4 ? 48 : 56;
   if (kPieces == 4 && kRows == Rows::kFull && sizeof(Elem) == 2 && kWideBlocksFit) return 96;
   return kPieces == 3 ? (kWideBlocksFit ? 64 : 80) : 128;
@@ -104,7 +113,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
   using Acc = AccOf<Elem>;
   constexpr int kPiece = kMaxAccessBytes / static_cast<int>(sizeof(Elem));  // elements
   // What a thread reads and writes at once, and how often.
-  constexpr int kAccess = kRows == Rows::kWords ? kWordElements<Elem> : kPiece, kCount = kPieces * kPiece / kAccess;
+  constexpr int kAccess = kAccessElements<Elem, kRows>, kCount = kPieces * kPiece / kAccess;
   using V = Vec<Elem, kAccess>;
   using P = Vec<Param, kAccess>;
   int64_t row;
@@ -164,7 +173,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
         if (inside(j)) load_access(held[j], x + j * step);
       }
     };
-    if (kRows == Rows::kWords && !is_aligned_word(x)) load([](V& v, const Elem* p) { load_split(v, p); });
+    if (!rows_are_pieces(kRows) && !is_aligned_for<kAccess>(x)) load([](V& v, const Elem* p) { load_split(v, p); });
     else load([](V& v, const Elem* p) { load_vec(v, p); });
   }
   if (has_tail) tail = load_one(x - first + whole + t);
@@ -281,7 +290,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
       for (int j = 0; j < kCount; ++j)
         if (inside(j)) store_access(y + j * step, normalized(j));
     };
-    if (kRows == Rows::kWords && !is_aligned_word(y)) store([](Elem* p, const V& v) { store_split(p, v); });
+    if (!rows_are_pieces(kRows) && !is_aligned_for<kAccess>(y)) store([](Elem* p, const V& v) { store_split(p, v); });
     else store([](Elem* p, const V& v) { store_vec(p, v); });
   }
   if (has_tail) {

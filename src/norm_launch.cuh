@@ -44,7 +44,10 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, 
 }
 
 // Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
-template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
+template <typename Elem>
+constexpr bool takes_in_part(Rows rows) {
+  return rows != Rows::kWords || sizeof(Elem) >= 4;
+}
 
 // Every compiled variant of norm_forward: kWarps for groups of whole warps, `fetch` as fetch_of() has it. With 8
 // pieces, and with 5 and parameters wider than the elements, registers are short, and weight and bias always fetched late.
@@ -56,21 +59,21 @@ void (*find_forward(int pieces, Fetch fetch))(NormRows) {
     constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && sizeof(Param) <= sizeof(Elem));
     // Of full rows, 3 pieces are never fetched late.
     constexpr bool kLate = kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && kPieces == 3);
-    if constexpr (kFull && kPieces == 4 && sizeof(Elem) == 4) {
+    if constexpr (kFull && kPieces == 4 && sizeof(Elem) <= 4 && sizeof(Param) <= sizeof(Elem)) {
       if (fetch == Fetch::kTight) return &norm_forward<Elem, Param, kPieces, Fetch::kTight, kRows, kWarps>;
     }
     if constexpr (kLate) {
-      if (fetch == Fetch::kLate || !kEarly) return &norm_forward<Elem, Param, kPieces, Fetch::kLate, kRows, kWarps>;
+      if (fetch != Fetch::kEarly || !kEarly) return &norm_forward<Elem, Param, kPieces, Fetch::kLate, kRows, kWarps>;
     }
     return &norm_forward < Elem, Param, kPieces, kEarly ? Fetch::kEarly : Fetch::kLate, kRows, kWarps > ;
   };
-  if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
+  if constexpr (kWarps || takes_in_part<Elem>(kRows)) {
     if (pieces == 2) return when(std::integral_constant<int, 2>());
     if (pieces == 3) return when(std::integral_constant<int, 3>());
   }
   if constexpr (kWarps) {
     if (pieces == 4) return when(std::integral_constant<int, 4>());
-    if constexpr (kRows != Rows::kWords) {
+    if constexpr (kRows != Rows::kWords && kRows != Rows::kPairs) {
       if (pieces == 5) return when(std::integral_constant<int, 5>());
     }
     if (pieces == 8) return when(std::integral_constant<int, 8>());
@@ -97,11 +100,14 @@ bool rows_are_whole(const NormRows& p) {
          p.cols * kBytes % kMaxAccessBytes == 0;
 }
 
-// Whether they are added up as words, which follows from their length alone.
+// How rows that are not whole are added up, which follows from their length alone.
 template <typename Elem>
-bool rows_are_words(int64_t cols, const Plan& plan) {
-  return cols * static_cast<int64_t>(sizeof(Elem)) % kMaxAccessBytes != 0 && cols % kWordElements<Elem> == 0 &&
-         (kTakesWordsInPart<Elem> || plan.threads >= kWarp);
+Rows ragged_rows(int64_t cols, const Plan& plan) {
+  const int64_t bytes = cols * static_cast<int64_t>(sizeof(Elem));
+  if (bytes % kMaxAccessBytes == 0) return Rows::kShifted;  // views of rows that are whole elsewhere
+  if (sizeof(Elem) == 2 && cols % kAccessElements<Elem, Rows::kPairs> == 0) return Rows::kPairs;
+  const bool fits = takes_in_part<Elem>(Rows::kWords) || plan.threads >= kWarp;
+  return fits && cols % kWordElements<Elem> == 0 ? Rows::kWords : Rows::kShifted;
 }
 
 // The kernel, which may then be launched with as much shared memory as a block can have; and how many clusters of
@@ -205,7 +211,8 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     if (plan.pieces == kClusterPieces && rows_are_whole<Elem>(p)) err = launch_cluster<Elem, Param>(p, device, s);
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
-    const bool whole = rows_are_whole<Elem>(p), words = !whole && rows_are_words<Elem>(p.cols, plan);
+    const bool whole = rows_are_whole<Elem>(p);
+    const Rows rows = whole ? Rows::kWhole : ragged_rows<Elem>(p.cols, plan);
     const bool full = sizeof(Elem) <= 4 && whole && p.weight && p.bias && fills_threads(plan, p.cols, sizeof(Elem));
     const Fetch fetch = fetch_of(plan, p.rows, p.cols, sizeof(Elem), full, past_l2, device.sms);
     // Whole rows of a warp with 2 pieces a lane are better off without the fixed number of lanes if they fit L2
@@ -220,15 +227,16 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
       if (kernel) rows_a_group = kRowsTogether;
       else if (full && warps) kernel = find_forward<Elem, Param, Rows::kFull, true>(plan.pieces, fetch);
     }
-    const auto find = [&](auto rows) {
-      constexpr Rows kRows = decltype(rows)::value;
-      return warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, fetch)
-                   : find_forward<Elem, Param, kRows, false>(plan.pieces, fetch);
+    const auto find = [&](auto wanted) {
+      constexpr Rows kRows = decltype(wanted)::value;
+      if (kernel || rows != kRows) return;
+      kernel = warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, fetch)
+                     : find_forward<Elem, Param, kRows, false>(plan.pieces, fetch);
     };
-    if (!kernel)
-      kernel = whole   ? find(std::integral_constant<Rows, Rows::kWhole>())
-               : words ? find(std::integral_constant<Rows, Rows::kWords>())
-                       : find(std::integral_constant<Rows, Rows::kShifted>());
+    find(std::integral_constant<Rows, Rows::kWhole>());
+    find(std::integral_constant<Rows, Rows::kShifted>());
+    find(std::integral_constant<Rows, Rows::kWords>());
+    if constexpr (sizeof(Elem) == 2) find(std::integral_constant<Rows, Rows::kPairs>());
     if (kernel) err = launch_rows<Elem>(kernel, p, rows_a_group, device.major >= 9, s);
   }
   if (err == cudaSuccess) return nullptr;

@@ -33,12 +33,15 @@ constexpr bool fills_threads(const Plan& plan, int64_t cols, int element_bytes) 
   return cols * element_bytes / 16 == int64_t{plan.pieces} * plan.threads;
 }
 
+// Whether rows of 16-bit elements are whole pieces of 8 bytes, but not of 16.
+constexpr bool rows_are_half_pieces(int64_t cols, int64_t element_bytes) { return element_bytes == 2 && cols % 8 == 4; }
+
 // By the number of 16-byte pieces in a row: the first of `pieces` that leaves at most an eighth of the loads
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
 // Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
-// max_threads of theirs, on GPUs that have clusters of so many. `whole`: only rows of whole pieces. `full_float`: only
-// such of 4-byte elements that leave no load idle.
+// max_threads of theirs, on GPUs that have clusters of so many. `whole`: only rows of whole pieces; `or_halves`: or of half
+// pieces. `full_bytes`: only whole ones of elements of so many bytes that leave no load idle.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
@@ -47,23 +50,27 @@ struct Tuning {
   int pieces[2];
   int cluster = 1;
   bool whole = false;
-  bool full_float = false;
+  bool or_halves = false;
+  int full_bytes = 0;
 };
 constexpr Tuning kTuning[] = {
     // 32768x256: 16x2 1.02, 8x4 1.06, 32x1 1.29. 131072x512: 32x2 0.98, 16x4 0.98; 16x512: 32x2 1.22, 16x4 1.34.
     {.max_row = 64, .max_threads = 512, .pieces = {2, 3}},
     // 4096x1024: 32x4 1.11, 64x2 1.14, 16x8 1.27. 65536x1024: 32x4 0.99, 64x2 0.98. 32768x768: 32x3 0.98, 32x4 1.03,
     // 64x2 1.15. 65536x640: 32x3 1.01, 32x4 1.06, 64x2 1.31. (4096x1025: 64x2 1.59, 32x4 1.75.)
-    {.max_row = 128, .max_threads = 512, .pieces = {4, 3}, .whole = true},
+    // Half pieces: 65536x1004 32x4 68.2 us, 64x2 77.5; 32768x1028 37.5, 40.9.
+    {.max_row = 128, .max_threads = 512, .pieces = {4, 3}, .whole = true, .or_halves = true},
     // bfloat16: 32768x1152 32x5 1.01, 64x3 1.10; 32768x1280 1.00, 1.05. float16: 1.00, 1.03; 1.00, 1.00.
     {.max_row = 160, .max_threads = 512, .pieces = {5}, .whole = true},
     // 32768x1152: 64x3 1.03, 64x4 1.21. 32768x1536: 64x3 0.98, 96x2 0.99. float32 32768x768: 64x3 0.97, 96x2 0.98.
     {.max_row = 192, .max_threads = 512, .pieces = {3, 2}},
-    // 4096x2048: 128x2 1.07, 64x4 1.07; 16x2048: 128x2 1.31, 64x4 1.42. 32768x1600: 64x4 1.00, 96x3 1.05, 128x2 1.10.
+    // bfloat16 4096x2048: 64x4 1.02, 128x2 1.07; 8192x2048 0.98, 1.05; 32768x2048 0.96, 0.99; but 16x2048 1.30, 1.26.
+    {.max_row = 256, .max_threads = 512, .pieces = {4}, .full_bytes = 2},
+    // 32768x1600: 64x4 1.00, 96x3 1.05, 128x2 1.10.
     {.max_row = 256, .max_threads = 512, .pieces = {2, 4}},
     // float32: 16384x1280 64x5 0.96, 96x4 0.99; 8192x2560 128x5 0.97, 160x4 1.01; 4096x5120 256x5 1.00, 320x4 1.01.
     // (float16 gains nothing: 16384x2560 64x5 0.99, 96x4 0.99; and loses with few rows: 16x5120 2.2 us and 2.1.)
-    {.max_row = 2560, .max_threads = 512, .pieces = {5}, .full_float = true},
+    {.max_row = 2560, .max_threads = 512, .pieces = {5}, .full_bytes = 4},
     // 8192x8192: 256x4 1.06, 128x8 1.07, 512x2 1.34. 16384x5120: 160x4 1.03, 320x2 1.22, 96x8 1.06.
     // 4096x4096: 128x4 1.13, 256x2 1.16 (and at 16 rows 256x2 is 7 % ahead). 2048x16384: 512x4 1.14, 256x8 1.16.
     {.max_row = 2048, .max_threads = 512, .pieces = {4, 3}},
@@ -100,7 +107,8 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
-    if (row_pieces > row.max_row || (row.whole && shifted) || row.cluster > max_cluster) continue;
+    const bool suits = !row.whole || !shifted || (row.or_halves && rows_are_half_pieces(cols, element_bytes));
+    if (row_pieces > row.max_row || !suits || row.cluster > max_cluster) continue;
     if (row.max_threads == kLongBlock && !holds_long_blocks(element_bytes, max_cluster, wide_blocks)) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto idle = [&](int pieces) {
@@ -109,7 +117,7 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
     };
     Plan out;
     out.pieces = row.pieces[0];
-    if (row.full_float && (shifted || element_bytes != 4 || idle(out.pieces) > 0)) continue;
+    if (row.full_bytes != 0 && (shifted || element_bytes != row.full_bytes || idle(out.pieces) > 0)) continue;
     if (const int other = row.pieces[1]; other != 0) {
       const double gain = idle(out.pieces) - idle(other);
       if (idle(out.pieces) > 0.125 && (gain > 0 || (gain == 0 && other > out.pieces))) out.pieces = other;
@@ -153,6 +161,13 @@ constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2
 // 0.99, 1.00; 2048x4096 18.0 us, early in 70 registers 19.0; but 16x4096 2.3 and 2.2, and 128 threads gain nothing),
 // unless blocks of so many threads leave more than an eighth of the 1024 that then fit a multiprocessor idle (384:
 // 4096x6144 1.09 copies, late 1.05).
+//
+// Those of 16-bit elements do in 72 registers, which leaves room for 896 threads: as many as can be had with weight and
+// bias early, and few enough for memory, which slows down the more rows are on their way. Rows of up to 128 threads are
+// ahead so once they are more than would be resident, late ones from 96 threads on (bfloat16 2048x2048: tight 5.9 us,
+// early 6.4; 4096x4096 18.2, late 19.6; 2048x4096 10.3, 11.2; 16384x4096 65.7, 67.9; 16384x3072 49.9, 50.8; 65536x1024
+// 65.5, 66.6; but 1024x2048 4.0, 3.9; 1584x4096 8.5, 8.2). Of longer rows too few blocks fit (16384x5120 85.2, late
+// 83.3; 8192x8192 72.5, 68.0), also in 64 registers (84.4 and 69.5).
 inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool full, bool past_l2,
                       int sms) {
   const auto late_if = [](bool late) { return late ? Fetch::kLate : Fetch::kEarly; };
@@ -160,6 +175,11 @@ inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_
   if (is_long_block(plan)) return Fetch::kLate;
   const bool fills = plan.threads > 128 && 1024 / plan.threads * plan.threads >= 896;
   if (full && element_bytes == 4 && plan.pieces == 4 && fills && crowded) return Fetch::kTight;
+  // Rows that stay resident, of a variant that takes so many registers a thread.
+  const auto wave = [&](int registers) { return int64_t{65536 / registers} / plan.threads * sms; };
+  const bool halves_fill = plan.threads <= 64 || plan.threads == 96 || plan.threads == 128;
+  if (full && element_bytes == 2 && plan.pieces == 4 && halves_fill && rows > wave(plan.threads > 64 ? 40 : 72))
+    return Fetch::kTight;
   if (past_l2) {
     const bool no_idle_loads = fills_threads(plan, cols, element_bytes);
     switch (plan.pieces) {
@@ -172,8 +192,7 @@ inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_
   if (plan.pieces == 5) return late_if(element_bytes == 2);  // 4096x1280: 32x5 early 7.6 us, late 7.4
   if (plan.pieces != 4) return Fetch::kEarly;
   if (element_bytes > 2) return late_if(plan.threads > 256);
-  const int64_t wave = int64_t{65536 / 40} / plan.threads * sms;  // of late ones, which take 40 registers a thread
-  return late_if(plan.threads > 128 || (plan.threads >= 96 && (rows <= wave || 2 * rows > 3 * wave)));
+  return late_if(plan.threads > 128 || (plan.threads >= 96 && (rows <= wave(40) || 2 * rows > 3 * wave(40))));
 }
 
 }  // namespace fastln

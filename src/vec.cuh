@@ -155,12 +155,13 @@ __device__ __forceinline__ void store_one(T* p, AccOf<T> value) {
 // Elements of a word, which are neighbours that one access of at least 4 bytes moves.
 template <typename T> constexpr int kWordElements = sizeof(T) < 4 ? 4 / static_cast<int>(sizeof(T)) : 1;
 
-template <typename T>
-__device__ __forceinline__ bool is_aligned_word(const T* p) {
-  return sizeof(T) >= 4 || reinterpret_cast<uintptr_t>(p) % 4 == 0;
+// Whether kN elements may be moved at once.
+template <int kN, typename T>
+__device__ __forceinline__ bool is_aligned_for(const T* p) {
+  return kN == 1 || reinterpret_cast<uintptr_t>(p) % (kN * sizeof(T)) == 0;
 }
 
-// A word that lies at no multiple of its size, as two elements.
+// A word, or two, at no multiple of its size, element by element.
 template <typename T, int kN>
 __device__ __forceinline__ void load_split(Vec<T, kN>& v, const T* p) {
 #pragma unroll

@@ -180,7 +180,7 @@ def call_every_variant():
     pairs += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
     plans = {16: ("pieces=2,threads=8", "pieces=3,threads=8"), 32: ("pieces=2,threads=16",)}  # by pieces in the row
     plans |= {n * t: (f"pieces={n},threads={t}",) for n in (2, 3, 4, 5, 8) for t in (32, 160)}  # full
-    plans[2560] = ("pieces=4,threads=640",)
+    plans |= {512: ("pieces=4,threads=128",), 2560: ("pieces=4,threads=640",)}
     plans[128] += *(f"pieces={n},threads=64" for n in (2, 3, 4, 5, 8)), "pieces=8,threads=32,cluster=2", "split"
     for dtype, param in pairs:
         for pieces, texts in plans.items():
@@ -188,8 +188,9 @@ def call_every_variant():
             for rows in (2, past_l2_rows(cols, dtype)):
                 x = torch.zeros(rows, cols + 1, dtype=dtype, device="cuda")
                 weight, bias = torch.ones(2, cols, dtype=param, device="cuda")
-                # Whole rows, rows of whole pieces that begin anywhere, words, and what are no words if 16-bit.
-                forms = (x[:, :cols].contiguous(), x[:, 1:], x[:, : cols - 2], x[:, : cols - 1])
+                # Whole rows, rows of whole pieces that begin anywhere, pairs of words if 16-bit, words, and what are
+                # no words if 16-bit.
+                forms = (x[:, :cols].contiguous(), x[:, 1:], *(x[:, : cols - less] for less in (4, 2, 1)))
                 for plan, form in itertools.product(texts, forms):
                     k = form.shape[1]
                     with forced(plan):

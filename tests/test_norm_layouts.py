@@ -78,7 +78,7 @@ def misaligned(values, offset, gap=0):
 @each()
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_a_misaligned_base_changes_no_bit(dtype, offset, device):
-    for cols in (1, 7, 8, 33, 34, 320, 768, 770, 1025, 4098, whole_cols(dtype, 300), whole_cols(dtype, 1024)):
+    for cols in (1, 7, 8, 33, 34, 100, 320, 516, 768, 770, 1025, 4098, 4100, whole_cols(dtype, 300), whole_cols(dtype, 1024)):
         sample = norm_inputs(dtype, device, (5, cols))
         expected = fastln.layer_norm(*sample)
         x = misaligned(sample.input, offset)
@@ -90,7 +90,7 @@ def test_a_misaligned_base_changes_no_bit(dtype, offset, device):
 @each()
 @pytest.mark.parametrize("gap", [1, 2, 3, 4, 7, 8])
 def test_rows_apart_by_any_stride_give_the_same_bits(dtype, gap, device):
-    for cols in (1, 7, 33, 34, 320, 768, 770, 1025, whole_cols(dtype, 300)):
+    for cols in (1, 7, 33, 34, 100, 320, 516, 768, 770, 1025, whole_cols(dtype, 300)):
         sample = norm_inputs(dtype, device, (37, cols))
         expected = fastln.layer_norm(*sample)
         for offset in (0, 1, 16 // dtype.itemsize):
