@@ -70,7 +70,7 @@ constexpr int forward_registers() {
   constexpr bool kWhole = rows_are_pieces(kRows);
   if (kPieces == 8 && kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
-  if (kFetch == Fetch::kTight && sizeof(Elem) == 2) return 72;
+  if (kFetch == Fetch::kTight && sizeof(Elem) == 2) return kWideBlocksFit ? 72 : 88;
   if (kFetch == Fetch::kTight) return kWideBlocksFit && kFourFit40 ? 64 : 80;
   if (kFetch == Fetch::kLate && kPieces <= 5) {
     if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;
