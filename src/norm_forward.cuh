@@ -56,14 +56,16 @@ constexpr bool kFourFit40 = true;
 // Whether the unpacked values stay in registers between the passes; otherwise they are unpacked anew in each, which
 // costs up to 3 instructions an element but leaves the registers to other warps.
 template <typename Elem, int kPieces, Fetch kFetch, Rows kRows>
-constexpr bool kKeepsValues = sizeof(Elem) > 2 ? (kRows != Rows::kShifted && kPieces <= 3 && kFetch != Fetch::kLate)
-                                               : kFetch != Fetch::kLate &&
-                                                     (kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows) &&
-                                                                       kFetch != Fetch::kTight));
+constexpr bool keeps_values() {
+  if (kFetch == Fetch::kLate) return false;
+  if (sizeof(Elem) > 2) return kRows != Rows::kShifted && kPieces <= 3;
+  return kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows) && kFetch != Fetch::kTight);
+}
 
 // Registers of a thread, at most: 128 let a block have 512 threads. What the compiler would use beyond these it
 // uses to unpack earlier, which is worth less than another block. (On an H200, late: bfloat16 32768x2048 with 2 pieces
-// 67.5 us at 32 registers, 70.7 at 40, 73.1 at 48; 2048x16384 with 4 37.4 at 40, 39.2 at 48, 39.4 at 56.)
+// 67.5 us at 32 registers, 70.7 at 40, 73.1 at 48; 2048x16384 with 4 37.4 at 40, 39.2 at 48, 39.4 at 56. Tight: 4096x4096
+// 18.1 us at 72, 18.8 at 64, where it spills, 19.0 at 80.)
 template <typename Elem, typename Param, int kPieces, Fetch kFetch, Rows kRows>
 constexpr int forward_registers() {
   constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers
@@ -192,7 +194,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
   const BlockSum<Acc, 2> block(partial, p.threads > kWarp);
 
-  constexpr bool kKeep = kKeepsValues<Elem, kPieces, kFetch, kRows>;
+  constexpr bool kKeep = keeps_values<Elem, kPieces, kFetch, kRows>();
   Acc kept[kKeep ? kCount : 1][kAccess];
   const auto values = [&](Acc(&v)[kAccess], int j) {
     if constexpr (kKeep) {
