@@ -160,8 +160,8 @@ inline int plan_direct(BackwardPlan& out, int64_t rows, int64_t row_pieces, bool
 // the rows or what is asked for: those must not change a bit of dx. `sums`: dweight or dbias is asked for.
 inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes, bool dx, bool sums,
                                   const DeviceFacts& device, int max_cluster) {
-  // Half pieces, of up to 128 a row: 524288x100 115 us or less, ragged 204; 131072x260 76, 119; 131072x180 48; 65536x500
-  // 63, 68; but 65536x516 81, 74; 32768x1500 108, 105; 8192x4100 87, 83.
+  // Half pieces, of up to 128 a row: 524288x100 99 us, ragged 204; 131072x260 76, 119; 65536x500 62, 68; but 65536x516 81,
+  // 74; 32768x1500 108, 105; 8192x4100 87, 83.
   const bool in_halves = rows_are_half_pieces(cols, element_bytes) && cols <= 512;
   const bool ragged = !in_halves && rows_are_ragged(cols, element_bytes, kMaxAccessBytes), halves = element_bytes == 2;
   const int64_t row_pieces = std::max<int64_t>(cols * element_bytes / kMaxAccessBytes, 1);
@@ -242,7 +242,7 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
   if (out.direct) {
     block = plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);
-    if (in_halves) out.column_pieces = std::min(2 * out.column_pieces, 32);
+    if (in_halves) out.column_pieces *= 2;  // as many columns
   }
   block = std::min(block, static_cast<int>(max_threads(out.pieces)));
   out.block = std::max(out.threads, block / out.threads * out.threads);

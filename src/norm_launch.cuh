@@ -44,10 +44,7 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, 
 }
 
 // Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
-template <typename Elem>
-constexpr bool takes_in_part(Rows rows) {
-  return rows != Rows::kWords || sizeof(Elem) >= 4;
-}
+template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
 
 // Every compiled variant of norm_forward: kWarps for groups of whole warps, `fetch` as fetch_of() has it. With 8
 // pieces, and with 5 and parameters wider than the elements, registers are short, and weight and bias always fetched late.
@@ -67,7 +64,7 @@ void (*find_forward(int pieces, Fetch fetch))(NormRows) {
     }
     return &norm_forward < Elem, Param, kPieces, kEarly ? Fetch::kEarly : Fetch::kLate, kRows, kWarps > ;
   };
-  if constexpr (kWarps || takes_in_part<Elem>(kRows)) {
+  if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
     if (pieces == 2) return when(std::integral_constant<int, 2>());
     if (pieces == 3) return when(std::integral_constant<int, 3>());
   }
@@ -106,7 +103,7 @@ Rows ragged_rows(int64_t cols, const Plan& plan) {
   const int64_t bytes = cols * static_cast<int64_t>(sizeof(Elem));
   if (bytes % kMaxAccessBytes == 0) return Rows::kShifted;  // views of rows that are whole elsewhere
   if (sizeof(Elem) == 2 && cols % kAccessElements<Elem, Rows::kPairs> == 0) return Rows::kPairs;
-  const bool fits = takes_in_part<Elem>(Rows::kWords) || plan.threads >= kWarp;
+  const bool fits = kTakesWordsInPart<Elem> || plan.threads >= kWarp;
   return fits && cols % kWordElements<Elem> == 0 ? Rows::kWords : Rows::kShifted;
 }
 

@@ -177,9 +177,8 @@ inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_
   if (full && element_bytes == 4 && plan.pieces == 4 && fills && crowded) return Fetch::kTight;
   // Rows that stay resident, of a variant that takes so many registers a thread.
   const auto wave = [&](int registers) { return int64_t{65536 / registers} / plan.threads * sms; };
-  const bool halves_fill = plan.threads <= 64 || plan.threads == 96 || plan.threads == 128;
-  if (full && element_bytes == 2 && plan.pieces == 4 && halves_fill && rows > wave(plan.threads > 64 ? 40 : 72))
-    return Fetch::kTight;
+  const bool outnumber = rows > wave(plan.threads > 64 ? 40 : 72);
+  if (full && element_bytes == 2 && plan.pieces == 4 && plan.threads <= 128 && outnumber) return Fetch::kTight;
   if (past_l2) {
     const bool no_idle_loads = fills_threads(plan, cols, element_bytes);
     switch (plan.pieces) {
