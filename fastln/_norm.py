@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,29 +178,44 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
 # ------------------------------------------------------------------------------------------- autograd
 
 
-def _without_derivative(op: str):
-    """The Autograd kernel of an op that has no derivative: it runs where none is needed, and refuses where one is."""
-    overload = getattr(torch.ops.fastln, op).default
-
-    def autograd(*args):
-        if in_derivative() or requires_grad(*(a for a in args if isinstance(a, Tensor))):
-            refuse(op, f"expected no argument of {op} to need a derivative, which layer_norm has, got one that does")
-        return _autograd.run(overload, *args)
-
-    return autograd
-
-
 # Registrations live as long as the Library object that made them.
 _registrations = torch.library.Library("fastln", "IMPL")
-_registrations.impl("_layer_norm", torch.library.fallthrough_kernel, "Autograd")
+
+
+def _register(name: str, traced: Callable, private: str, gated: Callable) -> None:
+    """Gives an op its autograd. Plain tensors go through the gate in C++, which calls the op named ``private`` if
+    Python has something to do; fake and meta tensors, and every tensor while the Python dispatcher traces, come to
+    ``traced``."""
+    overload = getattr(torch.ops.fastln, name).default
+    _registrations.impl(f"_{name}", torch.library.fallthrough_kernel, "Autograd")
+    _registrations.impl(private, gated, "CompositeImplicitAutograd")
+    _registrations.impl(name, traced, "AutogradMeta")
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
+        overload.py_impl(getattr(torch._C.DispatchKey, key))(traced)
+
+
+def _register_without_derivative(name: str) -> None:
+    """An op that has no derivative runs where none is needed, and refuses where one is."""
+    overload = getattr(torch.ops.fastln, name).default
+
+    def is_differentiated(args):
+        return in_derivative() or requires_grad(*(a for a in args if isinstance(a, Tensor)))
+
+    def traced(*args):
+        if is_differentiated(args):
+            wanted = f"expected no argument of {name} to need a derivative, which layer_norm has"
+            refuse(name, f"{wanted}, got one that does")
+        return _autograd.run(overload, *args)
+
+    def gated(*args):
+        return (None, None, None) if is_differentiated(args) else _autograd.run(overload, *args)
+
+    _register(name, traced, f"_{name}_without_grad", gated)
+
+
+_register("layer_norm", _autograd.layer_norm, "_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm))
 for _name in ("layer_norm_fwd", "layer_norm_bwd"):
-    _registrations.impl(_name, _without_derivative(_name), "Autograd")
+    _register_without_derivative(_name)
 _registrations.impl("_layer_norm_bwd_recorded", _autograd.put_right, "CompositeImplicitAutograd")
-_registrations.impl("_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm), "CompositeImplicitAutograd")
-# Fake and meta tensors, and every tensor while the Python dispatcher traces, come here; plain tensors go
-# through the gate in src/bindings_norm.cpp.
-_registrations.impl("layer_norm", _autograd.layer_norm, "AutogradMeta")
-for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-    _op.py_impl(getattr(torch._C.DispatchKey, _key))(_autograd.layer_norm)
 
 force_plan(os.environ.get("FASTLN_PLAN", ""))

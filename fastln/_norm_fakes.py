@@ -97,6 +97,9 @@ def _fake_fwd(input, normalized_shape, weight, bias, eps):
     )
 
 
+torch.library.register_fake("fastln::_layer_norm_fwd", _fake_fwd)
+
+
 @torch.library.register_fake("fastln::layer_norm_bwd")
 def _fake_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
     _check_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask)
@@ -110,3 +113,6 @@ def _fake_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, outpu
         grad_of(weight) if output_mask[1] else None,
         grad_of(bias) if output_mask[2] else None,
     )
+
+
+torch.library.register_fake("fastln::_layer_norm_bwd", _fake_bwd)

@@ -75,7 +75,9 @@ def register() -> None:
         ops.layer_norm: layer_norm,
         ops._layer_norm: layer_norm,
         ops.layer_norm_fwd: layer_norm_fwd,
+        ops._layer_norm_fwd: layer_norm_fwd,
         ops.layer_norm_bwd: layer_norm_bwd,
+        ops._layer_norm_bwd: layer_norm_bwd,
     }
     overloads = [(packet.default, rule) for packet, rule in rules.items()]
     for kernel in KERNELS:

@@ -42,7 +42,7 @@ Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, 
   weight = present(weight);
   bias = present(bias);
   const bool is_ours = input.is_cuda() && has_memory(input) && !(resolve(input) | resolve(weight) | resolve(bias));
-  if (!is_ours) return aten_layer_norm(resolved(input), shape, resolved(weight), resolved(bias), eps);
+  if (!is_ours) return call_forward(kAtenForward, resolved(input), shape, resolved(weight), resolved(bias), eps);
   const auto [y, mean, minus_rstd] = layer_norm_fwd_cuda(input, shape, weight, bias, eps, -1);
   return {y, mean, call_unary("aten::_neg_view", minus_rstd)};
 }
@@ -58,7 +58,7 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
     is_ours = resolve(plain);
   }
   if (!is_ours)
-    return aten_layer_norm_backward(resolved(grad_out), resolved(input), shape, resolved(mean), resolved(rstd),
+    return call_backward(kAtenBackward, resolved(grad_out), resolved(input), shape, resolved(mean), resolved(rstd),
                                     resolved(weight), resolved(bias), mask);
   mask.at(1) = mask.at(1) && weight;
   mask.at(2) = mask.at(2) && bias;

@@ -2,6 +2,7 @@
 // them. CUDA tensors get our kernels, CPU tensors aten's.
 //
 // Outputs that the mask leaves out are undefined tensors, which Python sees as None.
+#include "autograd_gate.h"
 #include "norm_launch.h"
 #include "norm_ops.h"
 #include "norm_tensors.h"
@@ -167,21 +168,44 @@ Triple layer_norm_bwd_cpu(Tensor grad_out, Tensor input, std::vector<int64_t> sh
   // Also in the place of bias, of which aten asks the dtype alone.
   const Tensor w = weight ? *ready(weight, type) : torch::stable::fill_(empty_contiguous(shape, type, input), 1);
   const auto [dx, dweight, dbias] =
-      aten_layer_norm_backward(in_dtype(grad_out, type), centred, shape, zero, as_contiguous(rstd), w, w, mask);
+      call_backward(kAtenBackward, in_dtype(grad_out, type), centred, shape, zero, as_contiguous(rstd), w, w, mask);
   return {mask[0] ? in_dtype(dx, dtype_of(input)) : dx, mask[1] ? in_dtype(dweight, c.grad_type(weight)) : dweight,
           mask[2] ? in_dtype(dbias, c.grad_type(bias)) : dbias};
+}
+
+// --------------------------------------------------------------------------------------------- gate
+
+Triple gate(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd, OptionalTensor weight,
+            OptionalTensor bias, std::vector<bool> mask) {
+  check({grad_out, input, shape, mean, rstd, weight, bias, mask});
+  const bool to_python = is_for_python(grad_out, input, mean, rstd, weight, bias);
+  const Triple grads = call_backward(to_python ? "fastln::_layer_norm_bwd_without_grad" : "fastln::_layer_norm_bwd",
+                                     grad_out, input, shape, mean, rstd, weight, bias, mask);
+  const auto& [dx, dweight, dbias] = grads;
+  if (dx.defined() != mask[0] || dweight.defined() != mask[1] || dbias.defined() != mask[2])
+    refuse_derivative(kOp);
+  return grads;
 }
 
 // -------------------------------------------------------------------------------------- registration
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
-  m.def(
-      "layer_norm_bwd(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-      " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  for (const char* name : {"layer_norm_bwd", "_layer_norm_bwd", "_layer_norm_bwd_without_grad"})
+    m.def((std::string(name) +
+           "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+           " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)")
+              .c_str());
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) { m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda)); }
-STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) { m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) {
+  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda));
+  m.impl("_layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda));
+}
+STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) {
+  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu));
+  m.impl("_layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu));
+}
+STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm_bwd", TORCH_BOX(&gate)); }
 
 }  // namespace
 }  // namespace fastln

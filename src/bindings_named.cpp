@@ -2,9 +2,9 @@
 // its stable ABI alone, so that one binary serves every torch >= 2.10.
 //
 // Each op has a public name, fastln::layer_norm_X, and a private twin fastln::_layer_norm_X that holds
-// the CPU and CUDA kernels. The public name's Autograd kernel is a gate: without grad mode it goes
-// straight on to the twin, so an inference call never enters Python; with it, it goes to the Python
-// autograd of fastln/_named.py. The stable ABI cannot redispatch below autograd, hence two names.
+// the CPU and CUDA kernels. The public name's Autograd kernel is a gate (autograd_gate.h): where there is
+// nothing to differentiate it goes straight on to the twin, so an inference call never enters Python; else to
+// the autograd of fastln/_named.py. The stable ABI cannot redispatch below autograd, hence two names.
 #include <algorithm>
 #include <cfloat>
 #include <optional>
@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "autograd_gate.h"
 #include "launch.h"
 #include "tensors.h"
 
@@ -236,12 +237,7 @@ StableIValue call_python(size_t index, const char* overload, const Args&... args
 
 template <typename... Args>
 StableIValue go_on(size_t index, const char* overload, const Args&... args) {
-  const auto is_wrapped = [](const auto& arg) {
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(arg)>>) return false;
-    else return is_wrapper(arg);
-  };
-  const bool to_python = aoti_torch_grad_mode_is_enabled() || (is_wrapped(args) || ...);
-  return to_python ? call_python(index, overload, args...) : call_twin(kKernels[index], overload, args...);
+  return is_for_python(args...) ? call_python(index, overload, args...) : call_twin(kKernels[index], overload, args...);
 }
 
 // Python returns no tensor where a derivative is to be taken that the op has no rule for.
@@ -269,7 +265,7 @@ void gate_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double e
   check(k, input, weight, bias, out);
   // A fake has no address to check the overlap by: Python compares the storages.
   const bool is_fake = out.numel() != 0 && out.const_data_ptr() == nullptr;
-  if (!aoti_torch_grad_mode_is_enabled() && !is_fake) {
+  if (!is_for_python(input, weight, bias, out) && !is_fake) {
     call_twin(k, "out", input, weight, bias, eps, out);
     return;
   }

@@ -1,12 +1,14 @@
 // The torch side of the general op, fastln::layer_norm, and of layer_norm_fwd beneath it, which also
 // returns the statistics. CUDA tensors get our kernels, CPU tensors aten's.
 //
-// As with the named ops (bindings_named.cpp), layer_norm's Autograd kernel is a gate: without grad mode
-// it goes on to the private twin in C++, with it to the Python autograd of fastln/_autograd.py.
+// As with the named ops (bindings_named.cpp), their Autograd kernels are gates (autograd_gate.h): where there is nothing
+// to differentiate they go on to the private twin in C++, else to Python. layer_norm's autograd there is
+// fastln/_autograd.py; layer_norm_fwd has none, and refuses.
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
 
+#include "autograd_gate.h"
 #include "norm_launch.h"
 #include "norm_ops.h"
 #include "norm_tensors.h"
@@ -139,7 +141,7 @@ Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor w
                       double eps) {
   check_norm(kOp, input, shape, weight, bias);
   const ScalarType type = param_type(input, is_own(weight, input) && is_own(bias, input));
-  return std::get<0>(aten_layer_norm(input, shape, ready(weight, type), ready(bias, type), eps));
+  return std::get<0>(call_forward(kAtenForward, input, shape, ready(weight, type), ready(bias, type), eps));
 }
 
 // Parameters in float32 beside float16 or bfloat16 make aten keep the statistics in float32 too, as ours are on
@@ -152,7 +154,7 @@ Triple layer_norm_fwd_cpu(Tensor input, std::vector<int64_t> shape, OptionalTens
     weight = empty_contiguous(shape, type, input);
     torch::stable::fill_(*weight, 1);
   }
-  return aten_layer_norm(input, shape, ready(weight, type), ready(bias, type), eps);
+  return call_forward(kAtenForward, input, shape, ready(weight, type), ready(bias, type), eps);
 }
 
 // --------------------------------------------------------------------------------------------- gate
@@ -161,12 +163,20 @@ Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, Opt
   using torch::stable::detail::from;
   // Before: an error loses its text on the way back through the C interface.
   check_norm(kOp, input, shape, weight, bias);
-  const bool to_python =
-      aoti_torch_grad_mode_is_enabled() || is_wrapper(input) || is_wrapper(weight) || is_wrapper(bias);
+  const bool to_python = is_for_python(input, weight, bias);
   const char* op = to_python ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
   StableIValue stack[] = {from(input), from(IntList(shape)), from(weight), from(bias), from(eps)};
   FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Triple gate_fwd(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
+  check_norm(kOp, input, shape, weight, bias);
+  const bool to_python = is_for_python(input, weight, bias);
+  const Triple returned = call_forward(to_python ? "fastln::_layer_norm_fwd_without_grad" : "fastln::_layer_norm_fwd",
+                                       input, shape, weight, bias, eps);
+  if (!std::get<0>(returned).defined()) refuse_derivative("layer_norm_fwd");
+  return returned;
 }
 
 // -------------------------------------------------------------------------------------- registration
@@ -177,24 +187,31 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
         (std::string(name) +
          "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
             .c_str());
-  m.def(
-      "layer_norm_fwd(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
-      " -> (Tensor, Tensor, Tensor)");
+  for (const char* name : {"layer_norm_fwd", "_layer_norm_fwd", "_layer_norm_fwd_without_grad"})
+    m.def((std::string(name) +
+           "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+           " -> (Tensor, Tensor, Tensor)")
+              .c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) {
   m.impl("layer_norm", TORCH_BOX(&layer_norm_cuda));
   m.impl("_layer_norm", TORCH_BOX(&layer_norm_cuda));
   m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
+  m.impl("_layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) {
   m.impl("layer_norm", TORCH_BOX(&layer_norm_cpu));
   m.impl("_layer_norm", TORCH_BOX(&layer_norm_cpu));
   m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cpu));
+  m.impl("_layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cpu));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm", TORCH_BOX(&gate)); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) {
+  m.impl("layer_norm", TORCH_BOX(&gate));
+  m.impl("layer_norm_fwd", TORCH_BOX(&gate_fwd));
+}
 
 }  // namespace
 

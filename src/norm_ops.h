@@ -16,27 +16,31 @@ Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTen
 Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
                            OptionalTensor weight, OptionalTensor bias, std::vector<bool> mask);
 
-// aten's own, by way of torch's dispatcher.
-inline Triple aten_layer_norm(const Tensor& input, IntList shape, const OptionalTensor& weight,
-                              const OptionalTensor& bias, double eps) {
+// An op of the signature of aten::native_layer_norm, by way of torch's dispatcher.
+inline Triple call_forward(const char* op, const Tensor& input, IntList shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   StableIValue stack[] = {from(input), from(shape), from(weight), from(bias), from(eps)};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm", "", stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
-inline Triple aten_layer_norm_backward(const Tensor& grad_out, const Tensor& input, IntList shape, const Tensor& mean,
-                                       const Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias,
-                                       const std::vector<bool>& mask) {
+// An op of the signature of aten::native_layer_norm_backward.
+inline Triple call_backward(const char* op, const Tensor& grad_out, const Tensor& input, IntList shape,
+                            const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight,
+                            const OptionalTensor& bias, const std::vector<bool>& mask) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   const bool wanted[] = {mask.at(0), mask.at(1), mask.at(2)};
   StableIValue stack[] = {
       from(grad_out), from(input),  from(shape), from(mean),
       from(rstd),     from(weight), from(bias),  from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("aten::native_layer_norm_backward", "", stack, TORCH_ABI_VERSION));
+  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
+
+constexpr const char* kAtenForward = "aten::native_layer_norm";
+constexpr const char* kAtenBackward = "aten::native_layer_norm_backward";
 
 }  // namespace fastln

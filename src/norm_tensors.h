@@ -46,6 +46,10 @@ inline void check_norm(const char* op, const Tensor& input, IntList shape, const
   if (input.is_cuda()) check_arch(op, input.get_device_index());
 }
 
+[[noreturn]] inline void refuse_derivative(const char* op) {
+  fail(op, "expected no argument of ", op, " to need a derivative, which layer_norm has, got one that does");
+}
+
 // ---------------------------------------------------------------------------------------- arguments
 
 // The dtype of mean and rstd, and of every sum.

@@ -1,0 +1,48 @@
+// What the ops' Autograd kernels in C++, the gates (bindings_norm.cpp, bindings_backward.cpp, bindings_named.cpp), ask
+// before they go on to the op's private twin, below autograd: whether something is under way that only Python serves.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "tensors.h"
+
+// Two questions that the stable ABI has no function for. Weak: where a torch has no such function, the answer is no.
+namespace torch::autograd {
+struct ForwardADLevel {
+  // The level of forward-mode differentiation with that number, if somebody has entered it. There is but one, 0.
+  __attribute__((weak, visibility("default"))) static std::shared_ptr<ForwardADLevel> try_get_by_idx(uint64_t index);
+};
+}  // namespace torch::autograd
+
+namespace c10::impl {
+struct TorchDispatchModeTLS {
+  // How many modes, such as FakeTensorMode, see this thread's ops.
+  __attribute__((weak, visibility("default"))) static int64_t stack_len();
+};
+}  // namespace c10::impl
+
+namespace fastln {
+
+inline bool in_dual_level() {
+  constexpr auto level = &torch::autograd::ForwardADLevel::try_get_by_idx;
+  return level != nullptr && level(0) != nullptr;
+}
+
+// Such a mode is to see the op itself, not its twin.
+inline bool in_dispatch_mode() {
+  constexpr auto count = &c10::impl::TorchDispatchModeTLS::stack_len;
+  return count != nullptr && count() > 0;
+}
+
+// Forward mode and torch.func differentiate without grad mode too.
+template <typename... Arguments>
+bool is_for_python(const Arguments&... arguments) {
+  const auto is_wrapped = [](const auto& argument) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(argument)>>) return false;
+    else return is_wrapper(argument);
+  };
+  return aoti_torch_grad_mode_is_enabled() || in_dual_level() || in_dispatch_mode() || (is_wrapped(arguments) || ...);
+}
+
+}  // namespace fastln
