@@ -29,7 +29,7 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _NEGATIVE = torch._C.DispatchKey.Negative
 _PLAIN = (Tensor, torch.nn.Parameter)
 # A later torch may no longer have these; then autograd in Python records every call.
-_Including = getattr(torch._C, "_IncludeDispatchKeyGuard", None)
+_include = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
 _len_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _hooks_on_saved_tensors = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -94,8 +94,12 @@ def recorded(
 ) -> Tensor:
     """The op, recorded for ``backward()``; outside transforms."""
     if _suits_torch(input, weight, bias):
-        with _Including(_NEGATIVE):  # which leads torch to the kernels of src/bindings_autograd.cpp
+        # Leads torch to the kernels of src/bindings_autograd.cpp. (torch's guard for this takes four times as long.)
+        _include(_NEGATIVE, True)
+        try:
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+        finally:
+            _include(_NEGATIVE, False)
     return LayerNorm.apply(input, normalized_shape, weight, bias, eps)
 
 
@@ -118,7 +122,7 @@ def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> b
     )
 
 
-if None in (_Including, _len_dispatch_modes, _hooks_on_saved_tensors):
+if None in (_include, _len_dispatch_modes, _hooks_on_saved_tensors):
 
     def _suits_torch(*_):
         return False
