@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from fastln import _formula
 from fastln._norm_fakes import check
-from fastln._transforms import in_derivative, in_dual_level, in_functorch, requires_grad
+from fastln._transforms import dispatch_modes, in_derivative, in_dual_level, in_functorch, requires_grad
 
 _op = torch.ops.fastln.layer_norm.default
 _fwd = torch.ops.fastln.layer_norm_fwd.default
@@ -30,7 +30,6 @@ _NEGATIVE = torch._C.DispatchKey.Negative
 _PLAIN = (Tensor, torch.nn.Parameter)
 # A later torch may no longer have these; then autograd in Python records every call.
 _include = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
-_len_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _hooks_on_saved_tensors = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -117,12 +116,12 @@ def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> b
         and not input.is_nested
         and (bias is None if weight is None else type(weight) in _PLAIN and weight.dtype is dtype)
         and (bias is None or (type(bias) in _PLAIN and bias.dtype is dtype))
-        and not _len_dispatch_modes()
+        and not dispatch_modes()
         and _hooks_on_saved_tensors(False) is None
     )
 
 
-if None in (_include, _len_dispatch_modes, _hooks_on_saved_tensors):
+if None in (_include, dispatch_modes, _hooks_on_saved_tensors):
 
     def _suits_torch(*_):
         return False

@@ -18,13 +18,14 @@ from fastln._compile import traced
 from fastln._library import library
 from fastln._norm_fakes import FLOATING
 from fastln._refuse import check_types, dtype_name, refuse
-from fastln._transforms import in_derivative, in_functorch, requires_grad
+from fastln._transforms import dispatch_modes, in_derivative, in_functorch, requires_grad
 
 _op = torch.ops.fastln.layer_norm.default
 _launch = torch.ops.fastln._layer_norm.default._op  # the same kernels, without autograd
 _is_compiling = torch.compiler.is_compiling
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
+_in_dispatch_mode = dispatch_modes or bool
 
 
 def layer_norm(
@@ -83,6 +84,8 @@ def layer_norm(
             or (bias is not None and bias.requires_grad)
         ):
             return _autograd.recorded(input, normalized_shape, weight, bias, eps)
+        if _in_dispatch_mode():  # which is to see the op itself
+            return _op(input, normalized_shape, weight, bias, eps)
         return _launch(input, normalized_shape, weight, bias, eps)
     except (AttributeError, RuntimeError, TypeError):  # looked at only now, as it would take longer than the rest
         check_types("layer_norm", input, normalized_shape, weight, bias, eps)

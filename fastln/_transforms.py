@@ -12,6 +12,9 @@ _DERIVATIVES = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
 in_functorch = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is under way; cheap."""
 
+dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+"""How many modes, such as FakeTensorMode, see this thread's ops; cheap. None where a later torch does not say."""
+
 
 def in_dual_level() -> bool:
     """Whether there may be dual tensors at all, those of forward-mode differentiation; cheap."""
