@@ -59,7 +59,7 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
   }
   if (!is_ours)
     return call_backward(kAtenBackward, resolved(grad_out), resolved(input), shape, resolved(mean), resolved(rstd),
-                                    resolved(weight), resolved(bias), mask);
+                         resolved(weight), resolved(bias), mask);
   mask.at(1) = mask.at(1) && weight;
   mask.at(2) = mask.at(2) && bias;
   const Triple grads = layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, mask);

@@ -182,8 +182,7 @@ Triple gate(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor me
   const Triple grads = call_backward(to_python ? "fastln::_layer_norm_bwd_without_grad" : "fastln::_layer_norm_bwd",
                                      grad_out, input, shape, mean, rstd, weight, bias, mask);
   const auto& [dx, dweight, dbias] = grads;
-  if (dx.defined() != mask[0] || dweight.defined() != mask[1] || dbias.defined() != mask[2])
-    refuse_derivative(kOp);
+  if (dx.defined() != mask[0] || dweight.defined() != mask[1] || dbias.defined() != mask[2]) refuse_derivative(kOp);
   return grads;
 }
 
@@ -191,9 +190,8 @@ Triple gate(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor me
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
   for (const char* name : {"layer_norm_bwd", "_layer_norm_bwd", "_layer_norm_bwd_without_grad"})
-    m.def((std::string(name) +
-           "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-           " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)")
+    m.def((std::string(name) + "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+                               " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)")
               .c_str());
 }
 

@@ -188,9 +188,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
          "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
             .c_str());
   for (const char* name : {"layer_norm_fwd", "_layer_norm_fwd", "_layer_norm_fwd_without_grad"})
-    m.def((std::string(name) +
-           "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
-           " -> (Tensor, Tensor, Tensor)")
+    m.def((std::string(name) + "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+                               " -> (Tensor, Tensor, Tensor)")
               .c_str());
 }
 
