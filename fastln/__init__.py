@@ -7,7 +7,7 @@ speed of memory; ``torch.ops.fastln.layer_norm`` is the op beneath it.
 ``KERNELS`` is one kernel of the ladder that leads there, over the last dimension.
 """
 
-from fastln import _named, distributed  # noqa: F401  (fakes and autograd of the named ops; rules for DTensor)
+from fastln import _named, _vmap, distributed  # noqa: F401  (what they register for torch to find)
 from fastln._compile import CompileMode, compile_mode, set_compile_mode
 from fastln._library import KERNELS, Kernel, build_info
 from fastln._norm import Plan, layer_norm, plan

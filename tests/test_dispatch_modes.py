@@ -4,26 +4,13 @@ import contextlib
 
 import pytest
 import torch
+from shared import OpLog
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastln
 
 COLS = 16
 GRAD_MODES = [contextlib.nullcontext, torch.no_grad, torch.inference_mode]
-
-
-class Log(TorchDispatchMode):
-    """The names of the ops of ours that pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastln":
-            self.seen.append(func.name().removeprefix("fastln::"))
-        return func(*args, **(kwargs or {}))
 
 
 def calls(device):
@@ -47,7 +34,7 @@ def calls(device):
 def test_a_dispatch_mode_sees_the_public_op(grad_mode, device):
     with grad_mode():
         for name, call in calls(device):
-            with Log() as log:
+            with OpLog() as log:
                 call()
             assert log.seen == [name]
 
