@@ -72,6 +72,8 @@ def traced(
     """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
     if not _have_usual_types(input, normalized_shape, weight, bias, eps):
         check_types("layer_norm", input, normalized_shape, weight, bias, eps)
+    if input.is_nested:  # as in eager
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     mode = _mode.training if needs_backward(input, weight, bias) else _mode.inference
     # Its public reader, is_exporting(), is always true to Dynamo of torch 2.11.
     exporting = torch.compiler._is_exporting_flag

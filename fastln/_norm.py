@@ -43,7 +43,8 @@ def layer_norm(
 
     Args:
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, in any layout. Rows that
-            lie evenly spaced are read in place; other layouts are copied once.
+            lie evenly spaced are read in place; other layouts are copied once. Nested tensors get torch's own layer
+            norm.
         normalized_shape: Sizes of the last dimensions, which are normalized together. Their product may be any
             number; no limit depends on the kernel.
         weight: ``normalized_shape``, or None for 1. Its dtype is the input's or float32; another floating dtype
@@ -74,6 +75,8 @@ def layer_norm(
         if has_torch_function_variadic(input, weight, bias):  # torch.fx for one, whose proxies are no tensors
             arguments = (input, normalized_shape, weight, bias, eps)
             return handle_torch_function(layer_norm, (input, weight, bias), *arguments)
+        if input.is_nested:  # torch has its own way with these
+            return torch.layer_norm(input, normalized_shape, weight, bias, eps)
         if _is_any_autocast_enabled():
             input, weight, bias = autocast_arguments(input, weight, bias)
         if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says

@@ -35,8 +35,6 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         if jit.is_scripting() or jit.is_tracing():  # TorchScript sees this branch alone, so it needs no fastln
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        if isinstance(input, Tensor) and input.is_nested:  # torch has its own way with these
-            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
