@@ -126,7 +126,12 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     lane = t % kWarp;
     lanes = kWarp;
   } else {
-    row = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> p.threads_log2) + (threadIdx.x >> p.threads_log2);
+    if (kRows == Rows::kShifted && !kWarps && p.threads >= kAlikeThreads) {
+      const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+      row = shifted_row(warp, threadIdx.x % kWarp >> p.threads_log2, kWarp >> p.threads_log2);
+    } else {
+      row = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> p.threads_log2) + (threadIdx.x >> p.threads_log2);
+    }
     t = lane = threadIdx.x & (p.threads - 1);
     lanes = p.threads;
     // The last block of small groups may hang over the rows. Full, it does the last row once more; otherwise it has no
@@ -156,12 +161,16 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     const Elem* end = static_cast<const Elem*>(p.x) + (p.rows - 1) * p.x_stride + p.cols;
     const int last = offset != 0 ? whole : whole - kAccess;  // granules up to this column
     V behind{};
+    const auto load = [&](auto load_granule_at) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      held[j] = V{};
-      if (first + j * step <= last) load_granule(held[j], granule + j * step, end);
-    }
-    if (lane == 0 && first + kCount * step <= last) load_granule(behind, granule + kCount * step, end);
+      for (int j = 0; j < kCount; ++j) {
+        held[j] = V{};
+        if (first + j * step <= last) load_granule_at(held[j], granule + j * step);
+      }
+      if (lane == 0 && first + kCount * step <= last) load_granule_at(behind, granule + kCount * step);
+    };
+    if (granule - first + last + kAccess <= end) load([](V& v, const Elem* p) { load_vec(v, p); });
+    else load([&](V& v, const Elem* p) { load_granule(v, p, end); });
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const V next = from_lane(lane == 0 ? (j + 1 < kCount ? held[j + 1] : behind) : held[j], lane + 1, lanes);

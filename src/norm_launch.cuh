@@ -18,17 +18,18 @@
 namespace fastln {
 
 // Launches `kernel` over all rows, as many times as the limit of 2^31 - 1 blocks a grid asks for. A group of threads
-// takes rows_a_group of them.
+// takes rows_a_group of them. The blocks are a multiple of blocks_together.
 template <typename Elem>
-cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, bool has_dependent_launch,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, int blocks_together,
+                        bool has_dependent_launch, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   const bool whole_block = p.threads > kWarp;
   const int64_t rows_a_block = whole_block ? 1 : int64_t{kSmallGroupBlock} / p.threads * rows_a_group;
-  const int64_t most_rows = INT_MAX * rows_a_block;
+  const int64_t most_rows = INT_MAX / blocks_together * blocks_together * rows_a_block;
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     p.rows = std::min(left, most_rows);
-    const LaunchConfig config(dim3(static_cast<unsigned>((p.rows + rows_a_block - 1) / rows_a_block)),
+    const int64_t blocks = round_up((p.rows + rows_a_block - 1) / rows_a_block, blocks_together);
+    const LaunchConfig config(dim3(static_cast<unsigned>(blocks)),
                               dim3(static_cast<unsigned>(whole_block ? p.threads : kSmallGroupBlock)), 0, 1,
                               has_dependent_launch, stream);
     const cudaError_t err = cudaLaunchKernelEx(config.get(), kernel, p);
@@ -234,7 +235,9 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     find(std::integral_constant<Rows, Rows::kShifted>());
     find(std::integral_constant<Rows, Rows::kWords>());
     if constexpr (sizeof(Elem) == 2) find(std::integral_constant<Rows, Rows::kPairs>());
-    if (kernel) err = launch_rows<Elem>(kernel, p, rows_a_group, device.major >= 9, s);
+    const int blocks_together =
+        rows == Rows::kShifted && !warps && p.threads >= kAlikeThreads ? kAlikeRows / (kSmallGroupBlock / kWarp) : 1;
+    if (kernel) err = launch_rows<Elem>(kernel, p, rows_a_group, blocks_together, device.major >= 9, s);
   }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again

@@ -111,9 +111,10 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
     if (row_pieces > row.max_row || !suits || row.cluster > max_cluster) continue;
     if (row.max_threads == kLongBlock && !holds_long_blocks(element_bytes, max_cluster, wide_blocks)) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
+    const auto threads_of = [&](int64_t wanted) { return group_of(std::max({wanted, tail, int64_t{1}})); };
     const auto idle = [&](int pieces) {
-      return 1.0 - static_cast<double>(row_pieces) /
-                       std::max<int64_t>(group_of((row_pieces + pieces - 1) / pieces) * pieces, 1);
+      const int64_t threads = threads_of((row_pieces + pieces - 1) / pieces);
+      return 1.0 - static_cast<double>(row_pieces) / static_cast<double>(threads * pieces);
     };
     Plan out;
     out.pieces = row.pieces[0];
@@ -128,7 +129,7 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
       out.threads = static_cast<int32_t>(round_up((wanted + out.cluster - 1) / out.cluster, 32));
     } else {
       if (wanted > max_threads) break;
-      out.threads = static_cast<int32_t>(group_of(std::max({wanted, tail, int64_t{1}})));
+      out.threads = static_cast<int32_t>(threads_of(wanted));
     }
     if (shifted && out.threads > shifted_max_threads(out.pieces)) break;
     return out;
