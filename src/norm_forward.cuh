@@ -57,7 +57,7 @@ constexpr bool kFourFit40 = true;
 // costs up to 3 instructions an element but leaves the registers to other warps.
 template <typename Elem, int kPieces, Fetch kFetch, Rows kRows>
 constexpr bool keeps_values() {
-  if (kFetch == Fetch::kLate) return false;
+  if (kFetch == Fetch::kLate || kFetch == Fetch::kHalf) return false;
   if (sizeof(Elem) > 2) return kRows != Rows::kShifted && kPieces <= 3;
   return kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows) && kFetch != Fetch::kTight);
 }
@@ -73,6 +73,8 @@ constexpr int forward_registers() {
   if (kPieces == 8 && kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
   if (kFetch == Fetch::kTight && sizeof(Elem) == 2) return kWideBlocksFit ? 72 : 88;
+  if (kFetch == Fetch::kHalf && kPieces == 3) return kWideBlocksFit ? 56 : 80;
+  if (kFetch == Fetch::kHalf && kPieces == 4) return (kWide ? 72 : 64) + (kWideBlocksFit ? 0 : 16);
   if (kFetch == Fetch::kTight) return kWideBlocksFit && kFourFit40 ? 64 : 80;
   if (kFetch == Fetch::kLate && kPieces <= 5) {
     if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;
@@ -111,7 +113,6 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 // at run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.
 template <typename Elem, typename Param, int kPieces, Fetch kFetch, Rows kRows, bool kWarps>
 __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRows>())) norm_forward(const NormRows p) {
-  constexpr bool kEarly = kFetch != Fetch::kLate;
   using Acc = AccOf<Elem>;
   constexpr int kPiece = kMaxAccessBytes / static_cast<int>(sizeof(Elem));  // elements
   // What a thread reads and writes at once, and how often.
@@ -188,17 +189,17 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     else load([](V& v, const Elem* p) { load_vec(v, p); });
   }
   if (has_tail) tail = load_one(x - first + whole + t);
-  P w[kEarly ? kCount : 1], b[kEarly ? kCount : 1];
+  // Weight and bias of the accesses that are fetched before the reductions, or of the one that is just written.
+  constexpr int kAhead = pieces_ahead(kFetch, kPieces) * (kCount / kPieces), kSlots = kAhead > 0 ? kAhead : 1;
+  P w[kSlots], b[kSlots];
   const auto load_params = [&](P& scale, P& shift, int j) {
     scale = splat<Param, kAccess>(1);
     shift = splat<Param, kAccess>(0);
     if ((kRows == Rows::kFull || weight) && inside(j)) load_vec(scale, weight + first + j * step);
     if ((kRows == Rows::kFull || bias) && inside(j)) load_vec(shift, bias + first + j * step);
   };
-  if constexpr (kEarly) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) load_params(w[j], b[j], j);
-  }
+  for (int j = 0; j < kAhead; ++j) load_params(w[j], b[j], j);
 
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
   const BlockSum<Acc, 2> block(partial, p.threads > kWarp);
@@ -258,12 +259,15 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
   Elem* y = opaque(static_cast<Elem*>(p.y) + row * p.cols + first);  // this thread's part of [cols]
   // Access j, normalized.
   const auto normalized = [&](int j) {
-    if constexpr (!kEarly) load_params(w[0], b[0], j);
+    P& weight_j = w[j % kSlots];
+    P& bias_j = b[j % kSlots];
+    if constexpr (kAhead == 0) load_params(weight_j, bias_j, j);
     Acc v[kAccess];
     AccOf<Param> scale[kAccess], shift[kAccess];
     values(v, j);
-    unpack(scale, w[kEarly ? j : 0]);
-    unpack(shift, b[kEarly ? j : 0]);
+    unpack(scale, weight_j);
+    unpack(shift, bias_j);
+    if (kAhead > 0 && j + kAhead < kCount) load_params(weight_j, bias_j, j + kAhead);
 #pragma unroll
     for (int i = 0; i < kAccess; ++i) v[i] = fma(mul(kKeep ? v[i] : v[i] - mean, rstd), scale[i], shift[i]);
     V out;

@@ -54,10 +54,16 @@ void (*find_forward(int pieces, Fetch fetch))(NormRows) {
   const auto when = [&](auto count) {
     constexpr int kPieces = decltype(count)::value;
     constexpr bool kFull = kRows == Rows::kFull;
-    constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && sizeof(Param) <= sizeof(Elem));
+    constexpr bool kWide = sizeof(Param) > sizeof(Elem);
+    constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && !kWide);
     // Of full rows, 3 pieces are never fetched late.
     constexpr bool kLate = kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && kPieces == 3);
-    if constexpr (kFull && kPieces == 4 && sizeof(Elem) <= 4 && sizeof(Param) <= sizeof(Elem)) {
+    if constexpr (kFull && sizeof(Elem) == 2 && (kPieces == 4 || (kPieces == 3 && kWide))) {
+      if (fetch == Fetch::kHalf) return &norm_forward<Elem, Param, kPieces, Fetch::kHalf, kRows, kWarps>;
+    }
+    if constexpr (kFull && sizeof(Elem) == 2 && kPieces == 8 && !kWide)
+      return &norm_forward<Elem, Param, kPieces, Fetch::kHalf, kRows, kWarps>;
+    if constexpr (kFull && kPieces == 4 && sizeof(Elem) <= 4 && !kWide) {
       if (fetch == Fetch::kTight) return &norm_forward<Elem, Param, kPieces, Fetch::kTight, kRows, kWarps>;
     }
     if constexpr (kLate) {
@@ -212,14 +218,14 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     const bool whole = rows_are_whole<Elem>(p);
     const Rows rows = whole ? Rows::kWhole : ragged_rows<Elem>(p.cols, plan);
     const bool full = sizeof(Elem) <= 4 && whole && p.weight && p.bias && fills_threads(plan, p.cols, sizeof(Elem));
-    const Fetch fetch = fetch_of(plan, p.rows, p.cols, sizeof(Elem), full, past_l2, device.sms);
+    constexpr bool kWide = sizeof(Param) > sizeof(Elem);
+    const Fetch fetch = fetch_of(plan, p.rows, p.cols, sizeof(Elem), full, kWide, past_l2, device.sms);
     // Whole rows of a warp with 2 pieces a lane are better off without the fixed number of lanes if they fit L2
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
     const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
     void (*kernel)(NormRows) = nullptr;
     int rows_a_group = 1;
     if constexpr (sizeof(Elem) <= 4) {
-      constexpr bool kWide = sizeof(Param) > sizeof(Elem);
       if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
         kernel = find_short<Elem, Param>(plan.pieces, plan.threads);
       if (kernel) rows_a_group = kRowsTogether;

@@ -141,8 +141,16 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
 enum class Fetch {
   kEarly,  // before the reductions, which hide their latency
   kTight,  // likewise, in as few registers as leave room for one more block
+  kHalf,   // those of the first half of a thread's pieces before, of each other one when one of these is written
   kLate,   // after the reductions
 };
+
+// Of how many of a thread's pieces they are fetched before the reductions.
+constexpr int pieces_ahead(Fetch fetch, int pieces) {
+  if (fetch == Fetch::kLate) return 0;
+  if (fetch == Fetch::kHalf) return pieces == 8 ? 1 : pieces / 2;  // of 8, registers for more are not there
+  return pieces;
+}
 
 constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2; }  // two pieces
 
@@ -168,14 +176,28 @@ constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2
 // ahead so once they are more than would be resident, late ones from 96 threads on (bfloat16 2048x2048: tight 5.9 us,
 // early 6.4; 4096x4096 18.2, late 19.6; 2048x4096 10.3, 11.2; 16384x4096 65.7, 67.9; 16384x3072 49.9, 50.8; 65536x1024
 // 65.5, 66.6; but 1024x2048 4.0, 3.9; 1584x4096 8.5, 8.2). Of longer rows too few blocks fit (16384x5120 85.2, late
-// 83.3; 8192x8192 72.5, 68.0), also in 64 registers (84.4 and 69.5).
-inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool full, bool past_l2,
-                      int sms) {
+// 83.3; 8192x8192 72.5, 68.0), also in 64 registers (84.4 and 69.5). Those hold half, in 64 registers, by the rule of
+// float32 (bfloat16 16384x5120 82.0, late 83.3; 8192x6144 50.7, 51.6; 8192x8192 66.5, 67.9; 4096x8192 35.2, 35.8;
+// 2048x8192 19.3, 19.9; 2048x16384 37.2, 37.3; but 384 threads: 4096x12288 57.5, 52.5; shorter rows: 4096x4096 18.8, tight
+// 18.2). Rows of 8 pieces always do (2048x32768 70.2, 71.7).
+//
+// `wide`: parameters of twice the size of the elements take twice the registers, so that few rows are resident with them
+// early. Full rows of up to 128 threads, once more come than stay resident, hold half, those of 4 pieces in 72 registers,
+// of 3 in 56 (bfloat16 with float32 parameters: 4096x4096 half 19.4, late 21.0; 8192x2048 18.8, 20.9; 16384x1024 18.5,
+// 20.4; 12608x768 11.9, early 12.8; 32768x768 26.3, 30.0; but 4096x1024 6.5, early 6.3; 8192x8192 74.2, late 69.2). Others
+// are late past L2 (131072x512 66.7, early 71.6), and within it in variants of 4 pieces (8192x1600 16.9, early 19.7).
+inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool full, bool wide,
+                      bool past_l2, int sms) {
   const auto late_if = [](bool late) { return late ? Fetch::kLate : Fetch::kEarly; };
   const bool crowded = rows * plan.threads > int64_t{640} * sms;
   if (is_long_block(plan)) return Fetch::kLate;
+  if (wide) {
+    const bool four = plan.pieces == 4 && (past_l2 || plan.threads > 32);
+    if (full && crowded && plan.threads <= 128 && (four || plan.pieces == 3)) return Fetch::kHalf;
+    if (past_l2 || (four && crowded)) return Fetch::kLate;
+  }
   const bool fills = plan.threads > 128 && 1024 / plan.threads * plan.threads >= 896;
-  if (full && element_bytes == 4 && plan.pieces == 4 && fills && crowded) return Fetch::kTight;
+  if (full && plan.pieces == 4 && fills && crowded) return element_bytes == 4 ? Fetch::kTight : Fetch::kHalf;
   // Rows that stay resident, of a variant that takes so many registers a thread.
   const auto wave = [&](int registers) { return int64_t{65536 / registers} / plan.threads * sms; };
   const bool outnumber = rows > wave(plan.threads > 64 ? 40 : 72);
