@@ -74,7 +74,7 @@ constexpr int forward_registers() {
   if (sizeof(Elem) > 4) return 128;
   if (kFetch == Fetch::kTight && sizeof(Elem) == 2) return kWideBlocksFit ? 72 : 88;
   if (kFetch == Fetch::kHalf && kPieces == 3) return kWideBlocksFit ? 56 : 80;
-  if (kFetch == Fetch::kHalf && kPieces == 4) return (kWide ? 72 : 64) + (kWideBlocksFit ? 0 : 16);
+  if (kFetch == Fetch::kHalf && kPieces == 4) return kWide ? (kWideBlocksFit ? 72 : 96) : kWideBlocksFit ? 64 : 80;
   if (kFetch == Fetch::kTight) return kWideBlocksFit && kFourFit40 ? 64 : 80;
   if (kFetch == Fetch::kLate && kPieces <= 5) {
     if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;

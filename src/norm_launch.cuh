@@ -47,29 +47,31 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, 
 // Part of a warp has too many words of 16-bit elements to take (524288x100 float16 on an H200: 88 us, in pieces 77).
 template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
 
-// Every compiled variant of norm_forward: kWarps for groups of whole warps, `fetch` as fetch_of() has it. With 8
-// pieces, and with 5 and parameters wider than the elements, registers are short, and weight and bias always fetched late.
+// Every compiled variant of norm_forward: kWarps for groups of whole warps, `fetch` as fetch_of() has it.
 template <typename Elem, typename Param, Rows kRows, bool kWarps>
 void (*find_forward(int pieces, Fetch fetch))(NormRows) {
   const auto when = [&](auto count) {
     constexpr int kPieces = decltype(count)::value;
     constexpr bool kFull = kRows == Rows::kFull;
     constexpr bool kWide = sizeof(Param) > sizeof(Elem);
+    // With 8 pieces, and with 5 and wide parameters, registers are short, and no more than one piece fits early.
     constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && !kWide);
+    constexpr bool kTight = kFull && kPieces == 4 && sizeof(Elem) <= 4 && !kWide;
+    constexpr bool kHalf =
+        kFull && (kPieces == 8 ? !kWide : sizeof(Elem) == 2 && (kPieces == 4 || (kPieces == 3 && kWide)));
     // Of full rows, 3 pieces are never fetched late.
     constexpr bool kLate = kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && kPieces == 3);
-    if constexpr (kFull && sizeof(Elem) == 2 && (kPieces == 4 || (kPieces == 3 && kWide))) {
-      if (fetch == Fetch::kHalf) return &norm_forward<Elem, Param, kPieces, Fetch::kHalf, kRows, kWarps>;
-    }
-    if constexpr (kFull && sizeof(Elem) == 2 && kPieces == 8 && !kWide)
-      return &norm_forward<Elem, Param, kPieces, Fetch::kHalf, kRows, kWarps>;
-    if constexpr (kFull && kPieces == 4 && sizeof(Elem) <= 4 && !kWide) {
+    constexpr Fetch kElse = kEarly ? Fetch::kEarly : kHalf ? Fetch::kHalf : Fetch::kLate;
+    if constexpr (kTight) {
       if (fetch == Fetch::kTight) return &norm_forward<Elem, Param, kPieces, Fetch::kTight, kRows, kWarps>;
     }
-    if constexpr (kLate) {
-      if (fetch != Fetch::kEarly || !kEarly) return &norm_forward<Elem, Param, kPieces, Fetch::kLate, kRows, kWarps>;
+    if constexpr (kHalf) {
+      if (fetch == Fetch::kHalf) return &norm_forward<Elem, Param, kPieces, Fetch::kHalf, kRows, kWarps>;
     }
-    return &norm_forward < Elem, Param, kPieces, kEarly ? Fetch::kEarly : Fetch::kLate, kRows, kWarps > ;
+    if constexpr (kLate && kEarly) {
+      if (fetch != Fetch::kEarly) return &norm_forward<Elem, Param, kPieces, Fetch::kLate, kRows, kWarps>;
+    }
+    return &norm_forward<Elem, Param, kPieces, kElse, kRows, kWarps>;
   };
   if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
     if (pieces == 2) return when(std::integral_constant<int, 2>());

@@ -179,7 +179,8 @@ constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2
 // 83.3; 8192x8192 72.5, 68.0), also in 64 registers (84.4 and 69.5). Those hold half, in 64 registers, by the rule of
 // float32 (bfloat16 16384x5120 82.0, late 83.3; 8192x6144 50.7, 51.6; 8192x8192 66.5, 67.9; 4096x8192 35.2, 35.8;
 // 2048x8192 19.3, 19.9; 2048x16384 37.2, 37.3; but 384 threads: 4096x12288 57.5, 52.5; shorter rows: 4096x4096 18.8, tight
-// 18.2). Rows of 8 pieces always do (2048x32768 70.2, 71.7).
+// 18.2). Full rows of 8 pieces always have one ahead (bfloat16 2048x32768 70.2, late 71.7; float32 2048x16384 68.6, 70.1;
+// 512x16384 20.4, 21.7; 16x16384 4.1, 4.4).
 //
 // `wide`: parameters of twice the size of the elements take twice the registers, so that few rows are resident with them
 // early. Full rows of up to 128 threads, once more come than stay resident, hold half, those of 4 pieces in 72 registers,
@@ -194,7 +195,7 @@ inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_
   if (wide) {
     const bool four = plan.pieces == 4 && (past_l2 || plan.threads > 32);
     if (full && crowded && plan.threads <= 128 && (four || plan.pieces == 3)) return Fetch::kHalf;
-    if (past_l2 || (four && crowded)) return Fetch::kLate;
+    return late_if(past_l2 || (four && crowded));
   }
   const bool fills = plan.threads > 128 && 1024 / plan.threads * plan.threads >= 896;
   if (full && plan.pieces == 4 && fills && crowded) return element_bytes == 4 ? Fetch::kTight : Fetch::kHalf;
