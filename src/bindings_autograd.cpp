@@ -60,9 +60,8 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
   if (!is_ours)
     return call_backward(kAtenBackward, resolved(grad_out), resolved(input), shape, resolved(mean), resolved(rstd),
                          resolved(weight), resolved(bias), mask);
-  mask.at(1) = mask.at(1) && weight;
-  mask.at(2) = mask.at(2) && bias;
-  const Triple grads = layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, mask);
+  const Triple grads =
+      layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, of_present(mask, weight, bias));
   if (aoti_torch_grad_mode_is_enabled()) {  // create_graph: what torch has recorded of this call is put right
     const auto [dx, dweight, dbias] = grads;
     StableIValue stack[] = {from(some(dx)), from(some(dweight)), from(some(dbias))};

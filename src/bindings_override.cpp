@@ -92,10 +92,7 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
   check_shapes(input, shape, weight, bias);
   const OptionalTensor dy = grad_out;
   check_dtypes("LayerNormBackwardKernelImpl", input, {&dy, &weight, &bias});
-  // No gradient of what is not there, as in aten's decomposition.
-  mask[1] = mask[1] && weight;
-  mask[2] = mask[2] && bias;
-  return layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, mask);
+  return layer_norm_bwd_cuda(grad_out, input, shape, mean, rstd, weight, bias, of_present(mask, weight, bias));
 }
 
 // ------------------------------------------------------------------------------------------ the switch

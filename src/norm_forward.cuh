@@ -107,7 +107,7 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
   return v;
 }
 
-// kFetch: weight and bias are fetched before the reductions, or after them; see fetch_of().
+// kFetch: how much of weight and bias is fetched before the reductions; see fetch_of().
 //
 // kWarps: the group is whole warps, so that accesses lie apart by constants. Whether it is one warp or a block is asked
 // at run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.

@@ -1,5 +1,6 @@
 // The kernels of layer_norm_fwd (bindings_norm.cpp) and layer_norm_bwd (bindings_backward.cpp) as their ops have them,
-// checks included, for bindings_override.cpp and bindings_autograd.cpp to put behind aten's.
+// checks included, for bindings_override.cpp and bindings_autograd.cpp to put behind aten's; and calls of ops of these
+// signatures by name.
 #pragma once
 
 #include <vector>
@@ -15,6 +16,13 @@ Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTen
 // dx, dweight, dbias; undefined where the mask says no. On CUDA rstd may be negative: its magnitude counts.
 Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
                            OptionalTensor weight, OptionalTensor bias, std::vector<bool> mask);
+
+// The mask without the gradients of what is not there, as in aten's decomposition.
+inline std::vector<bool> of_present(std::vector<bool> mask, const OptionalTensor& weight, const OptionalTensor& bias) {
+  mask.at(1) = mask.at(1) && weight;
+  mask.at(2) = mask.at(2) && bias;
+  return mask;
+}
 
 // An op of the signature of aten::native_layer_norm, by way of torch's dispatcher.
 inline Triple call_forward(const char* op, const Tensor& input, IntList shape, const OptionalTensor& weight,
