@@ -41,6 +41,18 @@ def run(overload, *args, **kwargs):
         return overload._op(*args, **kwargs)  # what calling the overload comes to, less a call in Python
 
 
+_TRACED_KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
+
+
+def register(registrations: torch.library.Library, op, twin, traced: Callable) -> None:
+    """Gives ``op``, whose gate in C++ takes plain tensors, ``traced`` for the others: fake and meta tensors, and every
+    tensor while the Python dispatcher traces. Its private ``twin`` is called from below autograd alone."""
+    registrations.impl(op, traced, "AutogradMeta")
+    for key in _TRACED_KEYS:
+        op.py_impl(getattr(torch._C.DispatchKey, key))(traced)
+    registrations.impl(twin, torch.library.fallthrough_kernel, "Autograd")
+
+
 # What torch.utils.checkpoint raises where a recomputation has saved its last tensor.
 _RecomputationDone = getattr(checkpoint, "_StopRecomputationError", ())
 
@@ -103,7 +115,7 @@ def recorded(
 
 
 def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether torch's own autograd may record this call.
+    """Whether torch's own autograd may record this call, whose input is not nested.
 
     It knows one dtype, no more, and by a bias without a weight no second derivative. A mode would be shown aten's op
     rather than ours, and hooks on what is saved would be given one tensor more.
@@ -113,7 +125,6 @@ def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> b
         input.is_cuda
         and type(input) in _PLAIN
         and input.layout is torch.strided
-        and not input.is_nested
         and (bias is None if weight is None else type(weight) in _PLAIN and weight.dtype is dtype)
         and (bias is None or (type(bias) in _PLAIN and bias.dtype is dtype))
         and not dispatch_modes()

@@ -186,7 +186,6 @@ def _autograd_kernels(kernel: Kernel):
 
 # Registrations live as long as the Library object that made them.
 _registrations = torch.library.Library("fastln", "IMPL")
-_traced_keys = [getattr(torch._C.DispatchKey, key) for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta")]
 
 
 def _register() -> None:
@@ -197,13 +196,7 @@ def _register() -> None:
         by_index.append(_autograd_kernels(kernel))
         for overload, function in by_index[-1].items():
             op = getattr(kernel.op, overload)
-            # Fake and meta tensors, and every tensor while the Python dispatcher traces, come here.
-            # Plain tensors go through the gate in src/bindings_named.cpp.
-            _registrations.impl(op, function, "AutogradMeta")
-            for key in _traced_keys:
-                op.py_impl(key)(function)
-            # The twin has no autograd of its own: its callers are below it already.
-            _registrations.impl(getattr(kernel.twin, overload), torch.library.fallthrough_kernel, "Autograd")
+            _autograd.register(_registrations, op, getattr(kernel.twin, overload), function)
 
     # The gate raises the errors, of which these tell it by what they return: one raised here would lose its text on
     # the way through C.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ _launch = torch.ops.fastln._layer_norm.default._op  # the same kernels, without 
 _is_compiling = torch.compiler.is_compiling
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
-_in_dispatch_mode = dispatch_modes or bool
+_in_dispatch_mode = dispatch_modes or (lambda: False)
 
 
 def layer_norm(
@@ -188,18 +188,6 @@ def _runnable(pieces: int, threads: int, cluster: int) -> bool:
 _registrations = torch.library.Library("fastln", "IMPL")
 
 
-def _register(name: str, traced: Callable, private: str, gated: Callable) -> None:
-    """Gives an op its autograd. Plain tensors go through the gate in C++, which calls the op named ``private`` if
-    Python has something to do; fake and meta tensors, and every tensor while the Python dispatcher traces, come to
-    ``traced``."""
-    overload = getattr(torch.ops.fastln, name).default
-    _registrations.impl(f"_{name}", torch.library.fallthrough_kernel, "Autograd")
-    _registrations.impl(private, gated, "CompositeImplicitAutograd")
-    _registrations.impl(name, traced, "AutogradMeta")
-    for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-        overload.py_impl(getattr(torch._C.DispatchKey, key))(traced)
-
-
 def _register_without_derivative(name: str) -> None:
     """An op that has no derivative runs where none is needed, and refuses where one is."""
     overload = getattr(torch.ops.fastln, name).default
@@ -216,10 +204,12 @@ def _register_without_derivative(name: str) -> None:
     def gated(*args):
         return (None, None, None) if is_differentiated(args) else _autograd.run(overload, *args)
 
-    _register(name, traced, f"_{name}_without_grad", gated)
+    _autograd.register(_registrations, overload, getattr(torch.ops.fastln, f"_{name}").default, traced)
+    _registrations.impl(f"_{name}_without_grad", gated, "CompositeImplicitAutograd")
 
 
-_register("layer_norm", _autograd.layer_norm, "_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm))
+_autograd.register(_registrations, _op, torch.ops.fastln._layer_norm.default, _autograd.layer_norm)
+_registrations.impl("_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm), "CompositeImplicitAutograd")
 for _name in ("layer_norm_fwd", "layer_norm_bwd"):
     _register_without_derivative(_name)
 _registrations.impl("_layer_norm_bwd_recorded", _autograd.put_right, "CompositeImplicitAutograd")

@@ -1,4 +1,5 @@
-"""Which derivatives are under way, beside plain ``backward()``: an op without a rule for one must not ignore it."""
+"""What is under way around a call: derivatives beside plain ``backward()``, which an op without a rule for one must not
+ignore, and modes that look on."""
 
 from __future__ import annotations
 

@@ -17,16 +17,14 @@ def _register(op: torch._ops.OpOverload) -> None:
         input_dim, *other_dims = in_dims
         if not any(isinstance(dim, int) for dim in other_dims):
             out = op(input.movedim(input_dim, 0), *others)
-            return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
-        # Of no slices one is made up, of which nothing is kept.
-        slices = [
-            op(*(_slice(argument, dim, i) for argument, dim in zip((input, *others), in_dims, strict=True)))
-            for i in range(max(info.batch_size, 1))
-        ]
-        if isinstance(slices[0], Tensor):
-            return torch.stack(slices)[: info.batch_size], 0
-        outs = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*slices, strict=True))
-        return outs, (0,) * len(outs)
+        else:
+            # Of no slices one is made up, of which nothing is kept.
+            slices = [
+                op(*(_slice(argument, dim, i) for argument, dim in zip((input, *others), in_dims, strict=True)))
+                for i in range(max(info.batch_size, 1))
+            ]
+            out = torch.utils._pytree.tree_map(lambda *parts: torch.stack(parts)[: info.batch_size], *slices)
+        return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
 
     torch.library.register_vmap(op, rule, lib=_registrations)
 

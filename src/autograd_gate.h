@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <type_traits>
 
 #include "tensors.h"
 
@@ -43,6 +45,18 @@ bool is_for_python(const Arguments&... arguments) {
     else return is_wrapper(argument);
   };
   return aoti_torch_grad_mode_is_enabled() || in_dual_level() || in_dispatch_mode() || (is_wrapped(arguments) || ...);
+}
+
+// The op, its private twin, and the op that its gate calls in Python, all of one signature.
+template <typename Library>
+void define_gated(Library& m, const std::string& op, const std::string& in_python, const std::string& signature) {
+  for (const std::string& name : {op, "_" + op, "_" + op + in_python}) m.def((name + signature).c_str());
+}
+
+// A device's kernel behind the op and its twin: in inference mode dispatch skips the gate.
+template <typename Library, typename Kernel>
+void implement_gated(Library& m, const std::string& op, Kernel kernel) {
+  for (const std::string& name : {op, "_" + op}) m.impl(name.c_str(), kernel);
 }
 
 }  // namespace fastln

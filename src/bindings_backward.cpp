@@ -189,20 +189,13 @@ Triple gate(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor me
 // -------------------------------------------------------------------------------------- registration
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
-  for (const char* name : {"layer_norm_bwd", "_layer_norm_bwd", "_layer_norm_bwd_without_grad"})
-    m.def((std::string(name) + "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
-                               " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)")
-              .c_str());
+  define_gated(m, "layer_norm_bwd", "_without_grad",
+               "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
+               " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) {
-  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda));
-  m.impl("_layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda));
-}
-STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) {
-  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu));
-  m.impl("_layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu));
-}
+STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) { implement_gated(m, "layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) { implement_gated(m, "layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu)); }
 STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm_bwd", TORCH_BOX(&gate)); }
 
 }  // namespace

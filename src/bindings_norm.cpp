@@ -182,29 +182,22 @@ Triple gate_fwd(Tensor input, std::vector<int64_t> shape, OptionalTensor weight,
 // -------------------------------------------------------------------------------------- registration
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
-  for (const char* name : {"layer_norm", "_layer_norm", "_layer_norm_with_grad"})
-    m.def(
-        (std::string(name) +
-         "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor")
-            .c_str());
-  for (const char* name : {"layer_norm_fwd", "_layer_norm_fwd", "_layer_norm_fwd_without_grad"})
-    m.def((std::string(name) + "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
-                               " -> (Tensor, Tensor, Tensor)")
-              .c_str());
+  define_gated(
+      m, "layer_norm", "_with_grad",
+      "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor");
+  define_gated(m, "layer_norm_fwd", "_without_grad",
+               "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+               " -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm_cuda));
-  m.impl("_layer_norm", TORCH_BOX(&layer_norm_cuda));
-  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
-  m.impl("_layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
+  implement_gated(m, "layer_norm", TORCH_BOX(&layer_norm_cuda));
+  implement_gated(m, "layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm_cpu));
-  m.impl("_layer_norm", TORCH_BOX(&layer_norm_cpu));
-  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cpu));
-  m.impl("_layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cpu));
+  implement_gated(m, "layer_norm", TORCH_BOX(&layer_norm_cpu));
+  implement_gated(m, "layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cpu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) {

@@ -82,12 +82,7 @@ def test_each_slice_has_the_bits_of_a_call_of_its_own(function, in_dims, device)
 
 @by_function
 def test_nested_batches(function, device):
-    x, weight, bias = (
-        torch.randn(2, 5, ROWS, COLS, device=device),
-        torch.randn(5, COLS, device=device),
-        torch.zeros(COLS),
-    )
-    bias = bias.to(device)
+    x, weight, bias = (torch.randn(*sizes, COLS, device=device) for sizes in ((2, 5, ROWS), (5,), ()))
     inner = vmap(function, (0, 0, None))
     got = outputs(vmap(inner, (0, None, None))(x, weight, bias))
     for whole, part in zip(got, outputs(inner(x[1], weight, bias)), strict=True):
