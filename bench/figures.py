@@ -17,9 +17,9 @@ def load(path: Path) -> tuple[dict, list[dict]]:
     return document["machine_info"] | {"date": document["datetime"][:10]}, rows
 
 
-def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
-    table = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
+def markdown(header: list[str], lines: list[list[str]], prose: int = 0) -> str:
+    """A Markdown table: the first column to the left, the others to the right but for the last few, of prose."""
+    table = [header, ["---", *["--:"] * (len(header) - 1 - prose), *["---"] * prose], *lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in table)
 
 
@@ -35,15 +35,24 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-#: What the floor of the forward is.
-COPY = "`copy` reads x and writes it once, which is the floor."
+#: How device times are measured; docs/performance.md says it at length.
+METHOD = (
+    "Device microseconds a call, cold: median of 11 replays of a CUDA graph that rotates over inputs of four times the "
+    "L2 cache."
+)
 
 
-def caption(machine: dict, floor: str) -> str:
-    gpu = machine["gpu"]
+def machine_text(machine: dict) -> str:
+    """The GPU and the versions that the figures are of."""
+    gpu, peers = machine["gpu"], machine.get("peers", {})
+    compared = "".join(f", {name} {version}" for name, version in peers.items())
     return (
         f"{gpu['name']} ({gpu['multiprocessors']} SMs, {gpu['l2_bytes'] / 2**20:.0f} MB L2, driver {gpu['driver']}), "
-        f"torch {machine['torch']}, fastln {machine['fastln']} built with nvcc {machine['build']['nvcc']}, "
-        f"{machine['date']}. Device microseconds a call, cold: median of 11 replays of a CUDA graph that rotates "
-        f"over inputs of four times the L2 cache. {floor}"
+        f"torch {machine['torch']}{compared}, fastln {machine['fastln']} built with nvcc {machine['build']['nvcc']}, "
+        f"{machine['date']}."
     )
+
+
+def joined(*parts: str) -> str:
+    """The parts that say something, as paragraphs."""
+    return "\n\n".join(part for part in parts if part)

@@ -2,6 +2,7 @@
 
     python bench/models.py build/models.json
     python bench/models.py build/models.json --models GPT --dtypes bfloat16 --engines eager --layers 4
+    python bench/models.py build/models-compiled.json --dtypes bfloat16 --engines compiled --layers 2 --no-host
     python bench/table.py build/models.json
 
 A figure is the median over rounds of the time of a step, between two events on the GPU with a synchronized host
@@ -224,6 +225,8 @@ def measure(entry: zoo.Entry, dtype: str, engine: str, direction: str, options: 
             "variant": variant.name,
             "norms": variants[1].norms,
             "rounds": rounds,
+            "layers": options.size.depth,
+            "width": options.size.width,
             "input": list(x.shape),
             "seconds": statistics.median(times[variant.name]),
             # Round by round beside stock, so that what slows both cancels.

@@ -1,9 +1,9 @@
-"""A picture of the benchmark: GB/s against columns, with the floor as the line to reach; or of training: losses.
+"""A picture of the benchmark: GB/s against columns, with the copy as the line to reach; or of training: losses.
 
-python bench/plot.py bench/results/h200.json docs/forward.svg                 the named ops
-python bench/plot.py bench/results/layer_norm.json docs/layer_norm.svg        fastln.layer_norm
-python bench/plot.py bench/results/backward.json docs/layer_norm_backward.svg  its backward
-python bench/plot.py bench/results/training.json docs/training.svg             losses of training runs
+python bench/plot.py bench/results/h200-layer_norm.json docs/layer_norm.svg           fastln.layer_norm
+python bench/plot.py bench/results/h200-backward.json docs/layer_norm_backward.svg    its backward
+python bench/plot.py bench/results/h200-training.json docs/training.svg               losses of training runs
+python bench/plot.py bench/results/h200-named.json build/named.svg                    the named ops
 
 The results say which of these it is; --suite chooses where they hold several.
 """
@@ -25,8 +25,8 @@ DTYPES = ("float16", "bfloat16", "float32")  # the order of the panels
 
 #: Greys and dashes for what is compared with; the ops take the colours below in the order of the list of kernels.
 REFERENCES = {
-    "copy": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "copy (floor)"},
-    "torch.add": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "x+dy→dx (floor)"},
+    "copy": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "copy"},
+    "torch.add": {"color": "0.1", "linestyle": (0, (5, 2)), "label": "x+dy→dx"},
     "F.layer_norm": {"color": "0.35", "marker": "s", "label": "F.layer_norm"},
     "naive": {"color": "0.65", "marker": "v", "label": "naive"},
     "torch.compile": {"color": "0.5", "marker": "^", "label": "torch.compile"},

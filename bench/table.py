@@ -1,13 +1,22 @@
-"""Markdown tables from the JSON of the benchmark: named ops, ``fastln.layer_norm``, its backward, training.
+"""Markdown from the JSON of the benchmark: named ops, ``fastln.layer_norm``, its backward, training, whole models.
 
-python bench/table.py build/bench.json                                     print them
-python bench/table.py bench/results/layer_norm.json --into README.md       put them into a file
+python bench/table.py build/layer_norm.json                                                   print it all
+python bench/table.py bench/results/h200-layer_norm.json --into README.md docs/*.md           put it into files
 
-A section NAME goes between the lines ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. The named ops make
-the section ``bench``; layer_norm makes ``layer_norm`` (summary and every cell), ``layer_norm_short`` (the
-float16 cells that have a target) and ``layer_norm_summary`` (the summary alone); the backward likewise makes
-``backward``, ``backward_short`` (the cells that have a target) and ``backward_summary``; the training runs make
-``training``; bench/models.py makes ``models`` and ``host``.
+A section NAME goes between the lines ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->`` of whichever file has them.
+
+===================  ==================================================================================================
+bench/results/h200-  sections
+===================  ==================================================================================================
+layer_norm.json      layer_norm (every shape), layer_norm_short (of the README), layer_norm_means, layer_norm_losses,
+                     layer_norm_odd, layer_norm_chain, layer_norm_host
+backward.json        backward (every shape), backward_short, backward_means, backward_losses, backward_host,
+                     backward_host_short, backward_memory
+named.json           named, named_short
+models.json          models, models_short, host
+models-compiled.json models_compiled
+training.json        training
+===================  ==================================================================================================
 """
 
 from __future__ import annotations
@@ -24,35 +33,30 @@ import named_table
 import norm_table
 import training_table
 
+#: Of each suite of the benchmark, what makes its sections.
+SUITES = {
+    "named": named_table.sections,
+    "layer_norm": norm_table.sections,
+    "backward": bwd_table.sections,
+    "training": training_table.sections,
+}
+
 
 def sections(path: Path) -> dict[str, str]:
     """The text of each section that the results have figures for."""
     document = json.loads(path.read_text())
     if document.get("suite") == "models":
-        found = {"models": models_table.document(document)} if document["models"] else {}
-        return found | ({"host": models_table.host_document(document)} if document["host"] else {})
+        return models_table.sections(document)
     machine, rows = figures.load(path)
-    named, norm, backward, training = (
-        [row for row in rows if row["suite"] == suite] for suite in ("named", "layer_norm", "backward", "training")
-    )
     found = {}
-    if named:
-        found["bench"] = f"{figures.caption(machine, figures.COPY)}\n\n{named_table.document(named)}"
-    if norm:
-        found["layer_norm"] = norm_table.document(machine, norm)
-        found["layer_norm_short"] = norm_table.short_document(machine, norm)
-        found["layer_norm_summary"] = norm_table.summary_document(machine, norm)
-    if backward:
-        found["backward"] = bwd_table.document(machine, backward)
-        found["backward_short"] = bwd_table.short_document(machine, backward)
-        found["backward_summary"] = bwd_table.summary_document(machine, backward)
-    if training:
-        found["training"] = training_table.document(machine, training)
+    for suite, make in SUITES.items():
+        if chosen := [row for row in rows if row["suite"] == suite]:
+            found |= make(machine, chosen)
     return found
 
 
-def insert(found: dict[str, str], target: Path) -> None:
-    """Replace what stands between the markers of each section that ``target`` has."""
+def insert(found: dict[str, str], target: Path) -> list[str]:
+    """Replace what stands between the markers of each section that ``target`` has; returns the names of those."""
     text = target.read_text()
     filled = []
     for name, content in found.items():
@@ -64,27 +68,28 @@ def insert(found: dict[str, str], target: Path) -> None:
             filled.append(name)
         elif begin in text or end in text:
             sys.exit(f"{target} lacks one of the lines {begin} and {end}, or has them in the wrong order")
-    if not filled:
-        markers = ", ".join(f"<!-- {name}:begin -->" for name in found)
-        sys.exit(f"{target} has none of the lines that these results fill: {markers}")
     target.write_text(text)
+    return filled
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON that the benchmark or train_curve.py wrote")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown file to update, not print")
+    parser.add_argument("results", type=Path, help="JSON that the benchmark, models.py or train_curve.py wrote")
+    parser.add_argument("--into", type=Path, nargs="+", metavar="FILE", help="Markdown files to update, not print")
     options = parser.parse_args()
-    for path in filter(None, (options.results, options.into)):
+    for path in (options.results, *(options.into or [])):
         if not path.is_file():
             parser.error(f"no such file: {path}")
     found = sections(options.results)
     if not found:
         parser.error(f"{options.results} holds no measurements")
-    if options.into:
-        insert(found, options.into)
-    else:
+    if not options.into:
         print(*found.values(), sep="\n\n")
+        return
+    filled = [name for target in options.into for name in insert(found, target)]
+    if not filled:
+        markers = ", ".join(f"<!-- {name}:begin -->" for name in found)
+        sys.exit(f"{', '.join(map(str, options.into))}: none of the lines that these results fill: {markers}")
 
 
 if __name__ == "__main__":

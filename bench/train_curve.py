@@ -57,13 +57,6 @@ SIZES = {"cuda": Size(512, 4, 8, 256, 32, 200), "cpu": Size(64, 2, 2, 32, 8, 20)
 # ------------------------------------------------------------------------------------------------ norms
 
 
-class FastLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` by ``fastln.layer_norm``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fastln.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
 class WideLayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` in float64, its output and gradients rounded once."""
 
@@ -75,7 +68,7 @@ class WideLayerNorm(nn.LayerNorm):
 #: The first is what the others are held against.
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "nn.LayerNorm": nn.LayerNorm,
-    "fastln": getattr(fastln, "LayerNorm", FastLayerNorm),
+    "fastln": fastln.LayerNorm,
     "float64": WideLayerNorm,
 }
 

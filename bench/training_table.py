@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from figures import markdown
+from figures import joined, markdown
 
 TEXT = (
     "A transformer of {layers} layers, width {width}, trained for {steps} steps of {batch} windows of {context} bytes "
@@ -10,6 +10,11 @@ TEXT = (
     "computed in float64 and rounded: what it is off by is what roundoff by itself comes to. Weights are kept in "
     "float32 and used in the dtype named."
 )
+
+
+def sections(machine: dict, rows: list[dict]) -> dict[str, str]:
+    """The section, by name."""
+    return {"training": document(machine, rows)}
 
 
 def document(machine: dict, rows: list[dict]) -> str:
@@ -26,4 +31,4 @@ def document(machine: dict, rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    return f"{TEXT.format(**machine['model'])}\n\n{markdown(header, lines)}"
+    return joined(TEXT.format(**machine["model"]), markdown(header, lines))

@@ -1,4 +1,5 @@
-"""Times every variant of the forward kernel that can hold a row: what src/tuning.h is made from.
+"""Times the variants of the forward kernel that can hold a row, less those that leave 40 % of their loads idle or more:
+what src/tuning.h is made from.
 
     python bench/tune.py --out build/tune.json [--shapes 4096x4096,1x8192] [--dtypes float16] [--seconds 300]
 
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 import fastln
 from fastln import _compare, _norm, _timing
 
-PIECES = (2, 3, 4, 8)  # find_forward() in src/norm_launch.cuh
+PIECES = (2, 3, 4, 5, 8)  # 16-byte vectors a thread: find_forward() in src/norm_launch.cuh
+MOST_THREADS = {4: 768, 8: 1024}  # of a row's block; 512 for other numbers of vectors, and in a cluster
 
 SHAPES = (
     "4096x512,4096x1024,4096x2048,4096x4096,4096x8192,8192x8192,32768x256,32768x768,65536x128,16384x5120,"
@@ -28,7 +30,7 @@ SHAPES = (
 
 
 def variants(cols: int, dtype: torch.dtype) -> list[str]:
-    """Plans that cover a row without more than a third of the loads idle."""
+    """Plans that cover a row with less than 40 % of the loads idle."""
     accesses = -(-cols * dtype.itemsize // 16)
     found = []
     for pieces in PIECES:
@@ -37,7 +39,7 @@ def variants(cols: int, dtype: torch.dtype) -> list[str]:
             threads = group_of(-(-accesses // (pieces * cluster)))
             used = accesses / (pieces * cluster * threads)
             if (
-                threads <= (1024 if pieces == 8 and cluster == 1 else 512)
+                threads <= (MOST_THREADS.get(pieces, 512) if cluster == 1 else 512)
                 and used > 0.6
                 and (cluster == 1 or threads >= 64)
                 and (threads >= 32 or pieces <= 3)

@@ -1,8 +1,9 @@
-"""The benchmark's own arithmetic: its cells, what it calls right, the tables made of its results, and training runs."""
+"""The benchmark's own arithmetic: its cells, what it calls right, tables and pictures of its results, training runs."""
 
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "bench"
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,18 @@ def test_facts_of_a_contender_follow_from_the_medians_of_its_cell(cells):
     assert facts["gb_per_second"] == pytest.approx(1)
     assert (facts["best_peer"], facts["speedup_over_best_peer"]) == ("peer", pytest.approx(2))
     assert "best_peer" not in lineup.facts("peer", cell, 6e-6, nbytes=3000)
+
+
+@pytest.mark.parametrize("cols", [100, 512, 1280, 4096, 20480, 65536])
+def test_every_variant_that_tuning_times_can_be_run(cols):
+    import tune
+
+    from fastln import _norm
+
+    plans = tune.variants(cols, torch.float16)
+    read = [{key: int(value) for key, value in (part.split("=") for part in plan.split(","))} for plan in plans]
+    assert plans and all(_norm._runnable(**plan) for plan in read)
+    assert cols != 1280 or "pieces=5,threads=32,cluster=1" in plans
 
 
 # ------------------------------------------------------------------------- what is right in the backward
@@ -166,15 +180,15 @@ MACHINE = {
     "build": {"nvcc": "13.0"},
     "date": "2026-01-01",
 }
-KINDS = {"torch.add": "floor", "F.layer_norm": "torch", "torch.compile": "peer", "Liger": "peer"}
+KINDS = {"torch.add": "floor", "copy": "floor", "F.layer_norm": "torch", "torch.compile": "peer", "Liger": "peer"}
 
 
-def backward_rows(microseconds, cols=512, groups=("target",), dx_alone=False):
+def backward_rows(microseconds, cols=512, groups=("target",), dx_alone=False, dtype="float16"):
     """Rows of one cell of the backward by contender, as the JSON has them; ``ours`` stands for our op."""
     rows = []
     for name, time in microseconds.items():
         row = {"suite": "backward", "name": name, "kind": KINDS.get(name, "op"), "seconds": time * 1e-6}
-        row |= {"dtype": "float16", "rows": 4096, "cols": cols, "groups": list(groups), "dx_alone": dx_alone}
+        row |= {"dtype": dtype, "rows": 4096, "cols": cols, "groups": list(groups), "dx_alone": dx_alone}
         row |= {"bytes": 12 * 1024 * cols, "gb_per_second": 1234.5}
         if name == "ours":
             target = 1.15 * microseconds.get("torch.add", 0) + 2
@@ -201,55 +215,169 @@ MET = {"torch.add": 10, "F.layer_norm": 40, "torch.compile": 20, "Liger": 30, "o
 MISSED = {"torch.add": 10, "F.layer_norm": 40, "torch.compile": 20, "Liger": 15, "ours": 20}
 
 
-def test_cell_of_the_backward_shows_times_ratios_and_whether_the_target_is_met():
+def backward_sections(*rows):
     import bwd_table
 
-    text = bwd_table.document(MACHINE, backward_rows(MET) + backward_rows(MISSED, cols=1024))
+    return bwd_table.sections(MACHINE, [row for some in rows for row in some])
+
+
+def test_shape_of_the_backward_shows_times_ratios_and_whether_the_target_is_met():
+    text = backward_sections(backward_rows(MET), backward_rows(MISSED, cols=1024))["backward"]
     times = ["**12.50**", "40.00", "20.00", "30.00", "10.00"]
-    expected = ["float16 4096x512", *times, "3.20x", "1.60x", "1.250", "13.50", "yes", "1234"]
-    assert line_with(text, "float16 4096x512") == expected
-    assert line_with(text, "float16 4096x1024")[6:11] == ["2.00x", "0.75x", "2.000", "13.50", "**no**"]
+    expected = ["4096x512", "main", *times, "3.20x", "1.60x", "1.250", "13.50", "yes", "1234"]
+    assert line_with(text, "4096x512") == expected
+    assert line_with(text, "4096x1024")[7:12] == ["2.00x", "0.75x", "2.000", "13.50", "**no**"]
 
 
 def test_means_of_the_backward_are_geometric_and_count_targets_and_peers():
-    import bwd_table
-
     alone = {name: time for name, time in MET.items() if KINDS.get(name) != "peer"}
-    rows = backward_rows(MET) + backward_rows(MISSED, cols=1024) + backward_rows(alone, groups=["dx"], dx_alone=True)
-    text = bwd_table.summary_document(MACHINE, rows)
-    assert line_with(text, "Cells with a target")[1:] == ["2", "2.53x", "1.10x (2)", "1.581", "1 of 2"]
-    assert line_with(text, "dx alone, the same cells")[1:] == ["1", "3.20x", "", "1.250", "1 of 1"]
-    assert line_with(text, "All cells but dx alone, each once")[1] == "2"
+    liger = {name: time for name, time in MISSED.items() if name != "torch.compile"}
+    rows = backward_rows(MET), backward_rows(liger, cols=1024, dtype="float32")
+    text = backward_sections(*rows, backward_rows(alone, groups=["dx"], dx_alone=True))["backward_means"]
+    assert line_with(text, "Main shapes")[1:] == ["2", "2.53x", "2 (1)", "1.10x", "1.581", "1 of 2"]
+    assert line_with(text, "of these, float32")[1:] == ["1", "2.00x", "1 (0)", "0.75x", "2.000", "0 of 1"]
+    assert line_with(text, "dx alone, the main shapes")[1:] == ["1", "3.20x", "0 (0)", "", "1.250", "1 of 1"]
+    assert line_with(text, "All shapes but dx alone, each once")[1] == "2"
+    assert "the mean over `F.layer_norm` would be 2.96x" in text
 
 
-def test_misses_of_the_backward_are_listed_worst_first():
-    import bwd_table
-
-    worse = MISSED | {"ours": 27}
-    text = bwd_table.summary_document(
-        MACHINE, backward_rows(MISSED) + backward_rows(worse, 1024) + backward_rows(MET, 64)
+def test_misses_of_the_backward_are_listed_worst_first_and_by_cause():
+    found = backward_sections(
+        backward_rows(MISSED),
+        backward_rows(MISSED | {"ours": 27}, 1024),
+        backward_rows(MET, 64),
+        backward_rows(MISSED, 65),
     )
-    assert "(of 3 cells; time in targets): 2: float16 4096x1024 (2.000), float16 4096x512 (1.481)." in text
-    assert "(of 3 cells): 2: float16 4096x1024 (Liger, 0.556x), float16 4096x512 (Liger, 0.750x)." in text
+    pairs = "| float16 4096x1024 | 2.000 | float16 4096x512 | 1.481 | float16 4096x65 | 1.481 |"
+    assert "3 of 4 shapes miss the target:" in found["backward"] and pairs in found["backward"]
+    losses = found["backward_losses"]
+    assert line_with(losses, "float16 4096x1024") == ["float16 4096x1024", "Liger", "0.556x"]
+    assert losses.index("| float16 4096x1024 |") < losses.index("| float16 4096x512 |")
+    assert "a peer is ahead (3 of 4)" in losses
+    assert line_with(losses, "no multiple of 16 bytes")[1:4] == ["1", "1.48", "float16 4096x65"]
+    assert line_with(losses, "the others")[1:4] == ["2", "1.48 to 2.00", "float16 4096x1024"]
 
 
 @pytest.mark.parametrize("missing", ["ours", "torch.add", "F.layer_norm"])
-def test_cell_that_was_not_measured_whole_has_no_line(missing):
-    import bwd_table
-
+def test_shape_that_was_not_measured_whole_has_no_line(missing):
     measured = {name: time for name, time in MET.items() if name != missing}
-    text = bwd_table.document(MACHINE, backward_rows(measured) + backward_rows(MET, cols=1024))
+    text = backward_sections(backward_rows(measured), backward_rows(MET, cols=1024))["backward"]
     assert "4096x512" not in text and "4096x1024" in text
 
 
 def test_step_of_the_backward_stands_beside_torch():
-    import bwd_table
+    found = backward_sections(step_rows("host", 40e-6, 50e-6), step_rows("memory", 4_000_000, 3_000_000))
+    assert line_with(found["backward_host"], "float16 16x64")[1:] == ["40.00", "50.00", "1.250"]
+    assert line_with(found["backward_memory"], "float16 16x64")[1:] == ["4,000,000", "3,000,000", "0.750"]
+    assert "(float16 16x64) cost the host 1.25 times" in found["backward_host_short"]
 
-    rows = step_rows("host", 40e-6, 50e-6) + step_rows("memory", 4_000_000, 3_000_000)
-    text = bwd_table.summary_document(MACHINE, rows)
-    host, memory = (line.strip("| ") for line in text.splitlines() if line.startswith("| float16 16x64"))
-    assert host == "float16 16x64 | 40.00 | 50.00 | 1.250"
-    assert memory == "float16 16x64 | 4,000,000 | 3,000,000 | 0.750"
+
+def forward_rows(microseconds, shape=(4096, 512), groups=("target",), dtype="float16", **facts):
+    """Rows of one cell of layer_norm by contender."""
+    rows = []
+    for name, time in microseconds.items():
+        row = {"suite": "layer_norm", "name": name, "kind": KINDS.get(name, "op"), "seconds": time * 1e-6}
+        row |= {"dtype": dtype, "rows": shape[0], "cols": shape[1], "groups": list(groups), "gb_per_second": 1234.5}
+        row |= {"bytes": 2 * shape[0] * shape[1] * (4 if dtype == "float32" else 2)}
+        rows.append(row | facts)
+    return rows
+
+
+def forward_sections(*rows):
+    import norm_table
+
+    return norm_table.sections(MACHINE, [row for some in rows for row in some])
+
+
+FORWARD = {"copy": 10, "F.layer_norm": 40, "torch.compile": 20, "Liger": 15, "fastln.layer_norm": 12.5}
+ALONE = {name: time for name, time in FORWARD.items() if KINDS.get(name) != "peer"}
+PAST_L2 = 65536, 512
+
+
+def test_shape_of_the_forward_shows_groups_times_and_ratios():
+    found = forward_sections(
+        forward_rows(FORWARD),
+        forward_rows(ALONE, PAST_L2, groups=["sweep", "odd"]),
+        forward_rows(ALONE, dtype="float32"),
+    )
+    text = found["layer_norm"]
+    halves, _, floats = text.partition("| float32, rows x cols")
+    times = ["**12.50**", "40.00", "20.00", "15.00", "10.00"]
+    assert line_with(halves, "4096x512")[1:] == ["main", *times, "3.20x", "1.20x", "(1.250)", "1234"]
+    alone = ["**12.50**", "40.00", "", "", "10.00", "3.20x", "", "1.250", "1234"]
+    assert line_with(halves, "65536x512")[1:] == ["sweep, odd", *alone]
+    assert line_with(floats, "4096x512")[-3] == ""
+    assert "Of 1 shapes past L2, 1 take more than 1.03 times the copy:" in text
+
+
+def test_means_over_the_best_peer_leave_out_shapes_without_one():
+    found = forward_sections(
+        forward_rows(FORWARD), forward_rows(FORWARD | {"Liger": 10}, dtype="float32"), forward_rows(ALONE, PAST_L2)
+    )
+    text = found["layer_norm_means"]
+    assert line_with(text, "Main shapes")[1:] == ["3", "3.20x", "2 (2)", "0.98x", "1.250 (1)"]
+    assert line_with(text, "of these, float16")[1:] == ["2", "3.20x", "1 (1)", "1.20x", "1.250 (1)"]
+    assert line_with(text, "of these, float32")[1:] == ["1", "3.20x", "1 (1)", "0.80x", ""]
+    assert "float32 (1 shapes) 3.20x and 0.80x" in found["layer_norm_short"]
+    assert "the mean over `F.layer_norm` would be 4.00x" in text
+
+
+def test_short_table_has_the_shapes_chosen_and_each_other_one_that_loses():
+    chosen, loses = forward_rows(FORWARD, (4096, 4096)), forward_rows(FORWARD | {"Liger": 12}, (64, 64))
+    text = forward_sections(loses, chosen, forward_rows(FORWARD, (32, 32)))["layer_norm_short"]
+    assert re.findall(r"float16 (\d+x\d+) \|", text) == ["4096x4096", "64x64"]
+
+
+def test_every_shape_over_the_copy_has_one_cause():
+    many = [
+        (shape, dtype) for shape in ((1 << 20, 257), (1 << 16, 640), (512, 1 << 20)) for dtype in ("float16", "float32")
+    ]
+    found = forward_sections(*(forward_rows(ALONE, shape, dtype=dtype) for shape, dtype in many))
+    lines = found["layer_norm_losses"].splitlines()[2:]
+    assert sum(int(line.split("|")[2]) for line in lines) == len(many)
+    assert line_with(found["layer_norm_losses"], "more than 1 MB")[1:3] == ["2", "1.25"]
+
+
+def test_odd_rows_stand_beside_even_ones_and_chains_beside_what_they_should_save():
+    chain = forward_rows({"F.layer_norm": 100, "fastln.layer_norm": 80}, kind="chain", groups=["chain"])
+    rows = forward_rows(FORWARD), forward_rows(FORWARD | {"fastln.layer_norm": 25}, (4096, 513), ["odd"])
+    found = forward_sections(*rows, chain)
+    odd = line_with(found["layer_norm_odd"], "float16 4096 x 513 and 512")
+    assert odd[1:] == ["25.00", "12.50", "2.000", "40.00", "40.00"]
+    assert line_with(found["layer_norm_chain"], "float16 4096x512 → 512x512")[3:] == ["+20.00", "+27.50"]
+    assert "layer_norm_host" not in found
+
+
+def test_host_times_stand_where_they_were_measured():
+    measured = forward_rows(FORWARD, host_seconds=1e-5, host_seconds_inference_mode=2e-5)
+    found = forward_sections(measured, forward_rows(FORWARD, PAST_L2))
+    times = ["10.00", "10.00", "20.00", "20.00", "10.00", "10.00"]
+    assert line_with(found["layer_norm_host"], "float16 4096x512")[1:] == times
+    assert "65536x512" not in found["layer_norm_host"]
+
+
+def named_row(name, seconds, accumulate="float32", kind="op", **facts):
+    row = {"suite": "named", "name": name, "kind": kind, "seconds": seconds, "accumulate": accumulate}
+    row |= {"dtype": "float16", "rows": 8, "cols": 64, "gb_per_second": 100.0}
+    return row | {"speedup_over_layer_norm": 40e-6 / seconds} | facts
+
+
+def test_best_named_op_is_one_that_accumulates_in_float32():
+    import named_table
+
+    rows = [
+        named_row("copy", 5e-6, "", "floor"),
+        named_row("F.layer_norm", 40e-6, "float32", "torch", host_seconds=3e-6),
+        named_row("layer_norm_f16_f16", 10e-6, "float16", host_seconds=1e-6),
+        named_row("layer_norm_f16_f32", 20e-6, host_seconds=2e-6),
+        named_row("layer_norm_f16_f32.scalar", 8e-6, kind="scalar", tutorial_seconds=12e-6),
+    ]
+    found = named_table.sections(MACHINE, rows)
+    first, *others = (line for line in found["named"].splitlines() if line.startswith("| 8x64 |"))
+    assert first == "| 8x64 | 5.00 | 40.00 | 10.00 | **20.00** | 100 | 2.00x |" and not others
+    assert "is, over `F.layer_norm`, 2.00x in float16 (1 shapes)" in found["named_short"]
+    assert line_with(found["named"], "`f16_f32`")[1] == "12.00 → 8.00 (1.50x)"
+    assert line_with(found["named"], "float16 8x64")[1:] == ["3.00", "1.00 to 2.00", "1.50x"]
 
 
 def test_table_fills_the_section_between_its_markers_and_nothing_else(tmp_path):
@@ -257,10 +385,103 @@ def test_table_fills_the_section_between_its_markers_and_nothing_else(tmp_path):
 
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- backward:begin -->\nold\n<!-- backward:end -->\nbelow\n")
-    table.insert({"backward": "new", "backward_short": "unused"}, page)
+    assert table.insert({"backward": "new", "backward_short": "unused"}, page) == ["backward"]
     assert page.read_text() == "above\n<!-- backward:begin -->\nnew\n<!-- backward:end -->\nbelow\n"
-    with pytest.raises(SystemExit, match="none of the lines"):
-        table.insert({"layer_norm": "new"}, page)
+    assert table.insert({"layer_norm": "new"}, page) == []
+    page.write_text("<!-- backward:end -->\n<!-- backward:begin -->\n")
+    with pytest.raises(SystemExit, match="in the wrong order"):
+        table.insert({"backward": "new"}, page)
+
+
+# --------------------------------------------------------------------------------------------- documents
+
+RESULTS = sorted((BENCH / "results").glob("*.json"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECTION = re.compile(r"^<!-- (\w+):begin -->\n(.*?)^<!-- \1:end -->$", re.MULTILINE | re.DOTALL)
+#: Sections of results that need not be there; until they are, their text was typed.
+OPTIONAL = {"models_compiled"}
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """By name, the file and text of each section that the results committed make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCH))
+        import table
+
+        found = {}
+        for path in RESULTS:
+            for name, text in table.sections(path).items():
+                assert name not in found, f"{path.name} and {found[name][0]} both make the section {name}"
+                found[name] = path.name, text
+    return found
+
+
+def placed():
+    """Each section of the documents: document, name, text."""
+    return [(path, name, text) for path in DOCUMENTS for name, text in SECTION.findall(path.read_text())]
+
+
+def test_every_section_stands_in_one_document_and_every_marker_belongs_to_one(generated):
+    names = [name for _, name, _ in placed()]
+    assert len(set(names)) == len(names)
+    assert set(generated) <= set(names) <= set(generated) | OPTIONAL
+    assert sum(path.read_text().count(f":{end} -->") for path in DOCUMENTS for end in ("begin", "end")) == 2 * len(
+        names
+    )
+
+
+@pytest.mark.parametrize(("path", "name", "text"), [pytest.param(*section, id=section[1]) for section in placed()])
+def test_section_is_what_the_results_make(generated, path, name, text):
+    if name in OPTIONAL - set(generated):
+        pytest.skip("no results of this yet")
+    file, expected = generated[name]
+    assert text == f"{expected}\n", f"run: python bench/table.py bench/results/{file} --into {path.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_the_documents_lead_somewhere(path):
+    for target, anchor in re.findall(r"\]\(([\w./]*)(?:#([\w-]+))?\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        if anchor:
+            assert anchor in headings(file.read_text()), f"{target}#{anchor}"
+
+
+def headings(text):
+    """Anchors of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+# ---------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(
+    ("results", "picture"),
+    [
+        ("h200-layer_norm.json", "layer_norm.svg"),
+        ("h200-backward.json", "layer_norm_backward.svg"),
+        ("h200-training.json", "training.svg"),
+        ("h200-named.json", None),
+    ],
+)
+def test_results_make_a_picture_with_a_panel_for_each_dtype(results, picture, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import plot
+
+    made = tmp_path / "made.svg"
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(BENCH / "results" / results), str(made)])
+    plot.main()
+    text = made.read_text()
+    _, rows = plot.figures.load(BENCH / "results" / results)
+    assert all(f">{dtype}<" in text for dtype in {row["dtype"] for row in rows})
+    if picture:  # another matplotlib draws other paths, but the same words
+        assert words(text) == words((ROOT / "docs" / picture).read_text())
+
+
+def words(svg):
+    return re.findall(r"<text[^>]*>([^<]+)</text>", svg)
 
 
 INTERRUPTED = """
