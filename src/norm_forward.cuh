@@ -8,7 +8,7 @@
 // centred squares: never E[x^2] - mean^2), so x is read once, and written once normalized.
 //
 // Batch invariance. The order of all additions follows from (kPieces, threads), which plan()
-// takes from the columns, the dtype and the GPU's architecture alone. Rows never share a sum. So the bits
+// takes from the columns, the dtype and the GPU alone. Rows never share a sum. So the bits
 // of a row depend on its values, the columns, the dtype and the weights: not on the batch, the row's
 // place in it, its stride or its alignment.
 #pragma once
@@ -22,7 +22,7 @@
 namespace fastln {
 
 // How rows lie in memory.
-enum class Rows {
+enum class RowLayout {
   kFull,     // whole, of exactly as many pieces as the group holds, with weight and bias: nothing has to be asked
   kWhole,    // they begin and end at multiples of 16 bytes: a piece is one access
   kShifted,  // they begin anywhere: pieces are shifted out of and into granules of 16 bytes, between lanes (shift.cuh)
@@ -30,13 +30,13 @@ enum class Rows {
   kPairs,    // they are pairs of such words, of 16-bit elements: a pair is one access
 };
 
-constexpr bool rows_are_pieces(Rows rows) { return rows == Rows::kFull || rows == Rows::kWhole; }
+constexpr bool rows_are_pieces(RowLayout rows) { return rows == RowLayout::kFull || rows == RowLayout::kWhole; }
 
 // Elements that a thread reads and writes at once.
-template <typename Elem, Rows kRows>
-constexpr int kAccessElements = kRows == Rows::kWords   ? kWordElements<Elem>
-                                : kRows == Rows::kPairs ? 2 * kWordElements<Elem>
-                                                        : kMaxAccessBytes / static_cast<int>(sizeof(Elem));
+template <typename Elem, RowLayout kRows>
+constexpr int kAccessElements = kRows == RowLayout::kWords   ? kWordElements<Elem>
+                                : kRows == RowLayout::kPairs ? 2 * kWordElements<Elem>
+                                                             : kMaxAccessBytes / static_cast<int>(sizeof(Elem));
 
 // With 8 pieces, whose weight and bias are fetched late, 64 registers are enough for a block of 1024 threads, except
 // for rows that are not whole, and except from compute capability 10.0 on, where the compiler spills (plan() knows).
@@ -55,10 +55,10 @@ constexpr bool kFourFit40 = true;
 
 // Whether the unpacked values stay in registers between the passes; otherwise they are unpacked anew in each, which
 // costs up to 3 instructions an element but leaves the registers to other warps.
-template <typename Elem, int kPieces, Fetch kFetch, Rows kRows>
+template <typename Elem, int kPieces, Fetch kFetch, RowLayout kRows>
 constexpr bool keeps_values() {
-  if (kFetch == Fetch::kLate || kFetch == Fetch::kHalf) return false;
-  if (sizeof(Elem) > 2) return kRows != Rows::kShifted && kPieces <= 3;
+  if (kFetch == Fetch::kLate || kFetch == Fetch::kHalf || kFetch == Fetch::kOne) return false;
+  if (sizeof(Elem) > 2) return kRows != RowLayout::kShifted && kPieces <= 3;
   return kPieces == 2 || (kPieces == 4 && rows_are_pieces(kRows) && kFetch != Fetch::kTight);
 }
 
@@ -66,27 +66,31 @@ constexpr bool keeps_values() {
 // uses to unpack earlier, which is worth less than another block. (On an H200, late: bfloat16 32768x2048 with 2 pieces
 // 67.5 us at 32 registers, 70.7 at 40, 73.1 at 48; 2048x16384 with 4 37.4 at 40, 39.2 at 48, 39.4 at 56. Tight: 4096x4096
 // 18.1 us at 72, 18.8 at 64, where it spills, 19.0 at 80.)
-template <typename Elem, typename Param, int kPieces, Fetch kFetch, Rows kRows>
+template <typename Elem, typename Param, int kPieces, Fetch kFetch, RowLayout kRows>
 constexpr int forward_registers() {
   constexpr bool kWide = sizeof(Param) > sizeof(Elem);  // takes twice the registers
   constexpr bool kWhole = rows_are_pieces(kRows);
   if (kPieces == 8 && kWhole && kWideBlocksFit) return 64;
   if (sizeof(Elem) > 4) return 128;
   if (kFetch == Fetch::kTight && sizeof(Elem) == 2) return kWideBlocksFit ? 72 : 88;
-  if (kFetch == Fetch::kHalf && kPieces == 3) return kWideBlocksFit ? 56 : 80;
-  if (kFetch == Fetch::kHalf && kPieces == 4) return kWide ? (kWideBlocksFit ? 72 : 96) : kWideBlocksFit ? 64 : 80;
   if (kFetch == Fetch::kTight) return kWideBlocksFit && kFourFit40 ? 64 : 80;
+  if (kFetch == Fetch::kHalf) return kWide ? (kWideBlocksFit ? 72 : 96) : kWideBlocksFit ? 64 : 80;
+  if (kFetch == Fetch::kOne && kPieces <= 5) {
+    if (!kWideBlocksFit) return 80;
+    if (sizeof(Elem) == 4) return 48;
+    return kWide && kPieces == 5 ? 64 : 56;
+  }
   if (kFetch == Fetch::kLate && kPieces <= 5) {
     if (!kWhole) return kWideBlocksFit && kPieces < 5 ? 64 : 80;
     if (!kWideBlocksFit) return kPieces == 5 && kWide ? 80 : 64;
-    if (kPieces == 2) return kWide && kRows == Rows::kFull ? 40 : 32;
+    if (kPieces == 2) return kWide && kRows == RowLayout::kFull ? 40 : 32;
     if (kPieces == 5) return kWide ? 56 : 48;
     return kPieces == 4 && (kWide || !kFourFit40) ? 48 : 40;
   }
   if (kWide || kPieces == 8) return 128;
-  if ((kRows == Rows::kWords || kRows == Rows::kPairs) && kPieces == 3) return 80;
+  if ((kRows == RowLayout::kWords || kRows == RowLayout::kPairs) && kPieces == 3) return 80;
   if (kPieces == 2) return !kWhole ? 64 : sizeof(Elem) == 4 ? 48 : 56;
-  if (kPieces == 4 && kRows == Rows::kFull && sizeof(Elem) == 2 && kWideBlocksFit) return 96;
+  if (kPieces == 4 && kRows == RowLayout::kFull && sizeof(Elem) == 2 && kWideBlocksFit) return 96;
   return kPieces == 3 ? (kWideBlocksFit ? 64 : 80) : 128;
 }
 
@@ -111,7 +115,7 @@ __device__ __forceinline__ Acc group_sum(Acc v, int threads, const BlockSum<Acc,
 //
 // kWarps: the group is whole warps, so that accesses lie apart by constants. Whether it is one warp or a block is asked
 // at run time: told so when compiling, the compiler keeps unpacked values from one pass to the next, and spills.
-template <typename Elem, typename Param, int kPieces, Fetch kFetch, Rows kRows, bool kWarps>
+template <typename Elem, typename Param, int kPieces, Fetch kFetch, RowLayout kRows, bool kWarps>
 __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRows>())) norm_forward(const NormRows p) {
   using Acc = AccOf<Elem>;
   constexpr int kPiece = kMaxAccessBytes / static_cast<int>(sizeof(Elem));  // elements
@@ -127,7 +131,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     lane = t % kWarp;
     lanes = kWarp;
   } else {
-    if (kRows == Rows::kShifted && !kWarps && p.threads >= kAlikeThreads) {
+    if (kRows == RowLayout::kShifted && !kWarps && p.threads >= kAlikeThreads) {
       const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
       row = shifted_row(warp, threadIdx.x % kWarp >> p.threads_log2, kWarp >> p.threads_log2);
     } else {
@@ -137,7 +141,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     lanes = p.threads;
     // The last block of small groups may hang over the rows. Full, it does the last row once more; otherwise it has no
     // columns, but still takes part in the shuffles.
-    if constexpr (kRows == Rows::kFull) row = min(row, p.rows - 1);
+    if constexpr (kRows == RowLayout::kFull) row = min(row, p.rows - 1);
   }
   if constexpr (kWarps) lanes = kWarp;
   const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
@@ -147,14 +151,14 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
   const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + first);  // this thread's part of [cols]
   const Param* weight = static_cast<const Param*>(p.weight);                         // [cols] or null
   const Param* bias = static_cast<const Param*>(p.bias);                             // [cols] or null
-  const auto inside = [&](int j) { return kRows == Rows::kFull || first + j * step < whole; };
+  const auto inside = [&](int j) { return kRows == RowLayout::kFull || first + j * step < whole; };
   // What is left of the row behind its last piece: one element for each of the first threads.
   const bool has_tail = !rows_are_pieces(kRows) && t < cols - whole;
 
   wait_for_previous_kernel();
   V held[kCount];
   Acc tail = 0;
-  if constexpr (kRows == Rows::kShifted) {
+  if constexpr (kRows == RowLayout::kShifted) {
     // All granules first, then the shifts, so that no load waits for another. The granule behind a lane's own is the
     // next lane's; that behind the last lane's is the first lane's next one, of which it has one more.
     const int offset = granule_offset(x);
@@ -195,8 +199,8 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
   const auto load_params = [&](P& scale, P& shift, int j) {
     scale = splat<Param, kAccess>(1);
     shift = splat<Param, kAccess>(0);
-    if ((kRows == Rows::kFull || weight) && inside(j)) load_vec(scale, weight + first + j * step);
-    if ((kRows == Rows::kFull || bias) && inside(j)) load_vec(shift, bias + first + j * step);
+    if ((kRows == RowLayout::kFull || weight) && inside(j)) load_vec(scale, weight + first + j * step);
+    if ((kRows == RowLayout::kFull || bias) && inside(j)) load_vec(shift, bias + first + j * step);
   };
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) load_params(w[j], b[j], j);
@@ -258,7 +262,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
   }
   Elem* y = opaque(static_cast<Elem*>(p.y) + row * p.cols + first);  // this thread's part of [cols]
   // Access j, normalized.
-  const auto normalized = [&](int j) {
+  const auto output_of = [&](int j) {
     P& weight_j = w[j % kSlots];
     P& bias_j = b[j % kSlots];
     if constexpr (kAhead == 0) load_params(weight_j, bias_j, j);
@@ -274,7 +278,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     pack(out, v);
     return out;
   };
-  if constexpr (kRows == Rows::kShifted) {
+  if constexpr (kRows == RowLayout::kShifted) {
     // A granule of y has the last elements of the piece before, which is the lane's before, and then the first of the
     // lane's own. Where a warp's pieces begin and end, it writes a part of one.
     const int offset = granule_offset(y);
@@ -284,7 +288,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     int edge_at = 0;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const V out = normalized(j);
+      const V out = output_of(j);
       const V previous = from_lane(lane == lanes - 1 ? before : out, lane - 1, lanes);
       const V image = shift(previous, out, kAccess - offset);
       if (inside(j)) {
@@ -303,7 +307,7 @@ __global__ void __maxnreg__((forward_registers<Elem, Param, kPieces, kFetch, kRo
     const auto store = [&](auto store_access) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j)
-        if (inside(j)) store_access(y + j * step, normalized(j));
+        if (inside(j)) store_access(y + j * step, output_of(j));
     };
     if (!rows_are_pieces(kRows) && !is_aligned_for<kAccess>(y)) store([](Elem* p, const V& v) { store_split(p, v); });
     else store([](Elem* p, const V& v) { store_vec(p, v); });

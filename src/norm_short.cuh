@@ -20,7 +20,7 @@ constexpr int short_registers(int pieces, bool wide) { return wide ? 48 * pieces
 
 // Whether so many rows stay resident, at `pieces` pieces a thread and `threads` threads a row.
 inline bool short_rows_fit(int64_t rows, int pieces, int threads, bool wide, int sms) {
-  const int64_t resident = int64_t{sms} * (65536 / short_registers(pieces, wide)) / threads * kRowsTogether;
+  const int64_t resident = int64_t{sms} * (kRegistersPerSm / short_registers(pieces, wide)) / threads * kRowsTogether;
   return rows <= resident;
 }
 

@@ -1,10 +1,12 @@
 // Which kernel variant a row gets. Numbers only: the launchers read them, plan() below is the one place
-// that chooses, and it looks at the columns, the element size and the GPU's architecture, never at the
+// that chooses, and it looks at the columns, the element size and the GPU, never at the
 // number of rows, so that a row's bits are the same in every batch.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+#include "device.h"
 
 namespace fastln {
 
@@ -141,69 +143,89 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
 enum class Fetch {
   kEarly,  // before the reductions, which hide their latency
   kTight,  // likewise, in as few registers as leave room for one more block
-  kHalf,   // those of the first half of a thread's pieces before, of each other one when one of these is written
+  kHalf,   // those of the first two of a thread's four pieces before, of each other one when one of these is written
+  kOne,    // likewise those of one piece
   kLate,   // after the reductions
 };
 
 // Of how many of a thread's pieces they are fetched before the reductions.
 constexpr int pieces_ahead(Fetch fetch, int pieces) {
-  if (fetch == Fetch::kLate) return 0;
-  if (fetch == Fetch::kHalf) return pieces == 8 ? 1 : pieces / 2;  // of 8, registers for more are not there
-  return pieces;
+  switch (fetch) {
+    case Fetch::kLate: return 0;
+    case Fetch::kOne: return 1;
+    case Fetch::kHalf: return 2;
+    default: return pieces;
+  }
 }
 
 constexpr bool may_fetch_two_late(int element_bytes) { return element_bytes == 2; }  // two pieces
 
-// Early is what few rows want (1x8192: 2.1 us, late 2.8). Past L2 other blocks hide the latency, and the registers they
-// take cost more than that gains (8192x8192: early 1.31 copies, late 1.01; 32768x2048: 1.04, 0.98) except where few are
-// held, or few elements to unpack into more (32768x768: early 0.98, late 1.02; float32 16384x2048: 0.98, 1.00), and all
-// loads are busy (32768x1152: early 1.10, late 1.03; float32 16384x1280: 1.02, 0.99).
+// `full`: the rows have kernels that ask nothing (norm_forward.cuh), and these hold weight and bias, or some of them, in
+// few registers. `wide`: parameters of twice the size of the elements take twice the registers. Figures are microseconds
+// on an H200, or copies of the same run.
 //
-// Within L2 late gains once there are more rows than stay resident with the registers that early takes (1024x8192:
-// early 13.6 us, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4), where a row has many threads or, if up to 128,
-// unless half a wave of late ones were left over (1056x4096 6.6, 6.1, but 2112x4096 11.1, 12.3).
-//
-// A block of more than 512 threads has no room for the registers that early takes.
-//
-// `full`: the rows have kernels that ask nothing (norm_forward.cuh). Those of float32 and 4 pieces hold weight and bias
-// in 64 registers, where late they take 40 (4096x4096: tight 0.98 copies, late 1.02; 8192x4096 0.98, 1.00; 8192x8192
-// 0.99, 1.00; 2048x4096 18.0 us, early in 70 registers 19.0; but 16x4096 2.3 and 2.2, and 128 threads gain nothing),
-// unless blocks of so many threads leave more than an eighth of the 1024 that then fit a multiprocessor idle (384:
-// 4096x6144 1.09 copies, late 1.05).
-//
-// Those of 16-bit elements do in 72 registers, which leaves room for 896 threads: as many as can be had with weight and
-// bias early, and few enough for memory, which slows down the more rows are on their way. Rows of up to 128 threads are
-// ahead so once they are more than would be resident, late ones from 96 threads on (bfloat16 2048x2048: tight 5.9 us,
-// early 6.4; 4096x4096 18.2, late 19.6; 2048x4096 10.3, 11.2; 16384x4096 65.7, 67.9; 16384x3072 49.9, 50.8; 65536x1024
-// 65.5, 66.6; but 1024x2048 4.0, 3.9; 1584x4096 8.5, 8.2). Of longer rows too few blocks fit (16384x5120 85.2, late
-// 83.3; 8192x8192 72.5, 68.0), also in 64 registers (84.4 and 69.5). Those hold half, in 64 registers, by the rule of
-// float32 (bfloat16 16384x5120 82.0, late 83.3; 8192x6144 50.7, 51.6; 8192x8192 66.5, 67.9; 4096x8192 35.2, 35.8;
-// 2048x8192 19.3, 19.9; 2048x16384 37.2, 37.3; but 384 threads: 4096x12288 57.5, 52.5; shorter rows: 4096x4096 18.8, tight
-// 18.2). Full rows of 8 pieces always have one ahead (bfloat16 2048x32768 70.2, late 71.7; float32 2048x16384 68.6, 70.1;
-// 512x16384 20.4, 21.7; 16x16384 4.1, 4.4).
-//
-// `wide`: parameters of twice the size of the elements take twice the registers, so that few rows are resident with them
-// early. Full rows of up to 128 threads, once more come than stay resident, hold half, those of 4 pieces in 72 registers,
-// of 3 in 56 (bfloat16 with float32 parameters: 4096x4096 half 19.4, late 21.0; 8192x2048 18.8, 20.9; 16384x1024 18.5,
-// 20.4; 12608x768 11.9, early 12.8; 32768x768 26.3, 30.0; but 4096x1024 6.5, early 6.3; 8192x8192 74.2, late 69.2). Others
-// are late past L2 (131072x512 66.7, early 71.6), and within it in variants of 4 pieces (8192x1600 16.9, early 19.7).
+// Early is what few rows want (1x8192: 2.1 us, late 2.8). Past L2 other blocks hide the latency, and the registers that
+// early takes cost more than it gains; within L2 they do once there are more rows than stay resident with them.
 inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_bytes, bool full, bool wide,
                       bool past_l2, int sms) {
   const auto late_if = [](bool late) { return late ? Fetch::kLate : Fetch::kEarly; };
   const bool crowded = rows * plan.threads > int64_t{640} * sms;
-  if (is_long_block(plan)) return Fetch::kLate;
+  // Rows that stay resident on a multiprocessor, their threads, and rows on all multiprocessors, of a variant that takes
+  // so many registers a thread.
+  const auto resident = [&](int registers) { return kRegistersPerSm / registers / plan.threads; };
+  const auto resident_threads = [&](int registers) { return resident(registers) * plan.threads; };
+  const auto wave = [&](int registers) { return int64_t{resident(registers)} * sms; };
+
+  // With parameters of twice the size, one piece's ahead takes 56 registers, late 48 (bfloat16 with float32 parameters:
+  // 4096x12288 one 54.4, late 56.6; 4096x16384 74.9, 78.7; 4096x6144 28.0, 29.3; 1024x8192 12.1, 13.8; 2048x24576 75.6,
+  // 80.1), which pays unless it costs too many of the rows (4096x13312, 416 threads: 64.1, 60.5; 2048x20480, 640: 67.9,
+  // 54.1; of 256 threads only many lose: 8192x8192 69.7, 69.1).
+  const bool one_wide_fits = resident(56) == resident(48) || resident_threads(56) >= 896;
+  if (is_long_block(plan)) {  // these have no room for the registers that early takes
+    return full && (!crowded || (wide && one_wide_fits)) ? Fetch::kOne : Fetch::kLate;
+  }
   if (wide) {
     const bool four = plan.pieces == 4 && (past_l2 || plan.threads > 32);
-    if (full && crowded && plan.threads <= 128 && (four || plan.pieces == 3)) return Fetch::kHalf;
+    if (full && crowded) {
+      // 32768x768: one 26.3, early 30.0; 12608x768 11.9, 12.8. 8192x1280: one 14.0, late 15.0; 32768x1280 42.7, 43.8.
+      if (plan.pieces == 3 || plan.pieces == 5) return Fetch::kOne;
+      // Two in 72 registers: 4096x4096 19.4, late 21.0; 8192x2048 18.8, 20.9; 16384x1024 18.5, 20.4; but 4096x1024 6.5,
+      // early 6.3; and of more threads 8192x8192 74.2, late 69.2.
+      if (four && plan.threads <= 128) return Fetch::kHalf;
+      if (four && one_wide_fits) return Fetch::kOne;
+    }
+    // 131072x512 late 66.7, early 71.6. 8192x1600 late 16.9, early 19.7.
     return late_if(past_l2 || (four && crowded));
   }
-  const bool fills = plan.threads > 128 && 1024 / plan.threads * plan.threads >= 896;
-  if (full && plan.pieces == 4 && fills && crowded) return element_bytes == 4 ? Fetch::kTight : Fetch::kHalf;
-  // Rows that stay resident, of a variant that takes so many registers a thread.
-  const auto wave = [&](int registers) { return int64_t{65536 / registers} / plan.threads * sms; };
+
+  if (full && plan.pieces == 4 && plan.threads > 128 && crowded) {
+    // float32 holds all in 64 registers (4096x4096: tight 0.98 copies, late in 40 registers 1.02; 8192x8192 0.99, 1.00;
+    // 4096x4608 37.6 us, late 38.8; 2048x4096 18.0, early in 70 registers 19.0; but 16x4096 2.3 and 2.2, and 128 threads
+    // gain nothing), or where these leave many threads idle, one piece's in 48 (4096x6144 51.1, late 51.3; 1024x6144 15.1,
+    // 15.7; tight 1.09 copies, late 1.05).
+    if (element_bytes == 4) return resident_threads(64) >= 864 ? Fetch::kTight : Fetch::kOne;
+    // 16-bit elements hold half in 64 (bfloat16 16384x5120 82.0, late 83.3; 8192x6144 50.7, 51.6; 8192x8192 66.5, 67.9;
+    // 4096x8192 35.2, 35.8; 2048x8192 19.3, 19.9; 2048x16384 37.2, 37.3; all in 72: 85.2 and 72.5 at the first and
+    // third), or one piece's in 56 (4096x12288 51.5, late 52.0, half 56.8; 8192x9216 74.3, 74.9, 76.4; 1024x12288 15.9,
+    // 16.4, 16.7).
+    if (resident_threads(64) >= 896) return Fetch::kHalf;
+    if (resident_threads(56) >= 1024) return Fetch::kOne;
+  }
+  // Full rows of 5 pieces have one ahead (bfloat16 8192x1280 in 56 registers 13.2, late 14.2; 32768x1280 41.9, 42.5;
+  // float32 4096x5120 in 48 42.1, late 42.8; 1024x5120 12.9, early 14.1; but 8192x2560 42.0, early 41.6).
+  if (full && plan.pieces == 5 && crowded && (element_bytes == 2 || plan.threads > 128)) return Fetch::kOne;
+  // Rows of 16-bit elements and up to 128 threads hold all in 72 registers, which leaves room for 896 threads: as many as
+  // can be had with weight and bias early, and few enough for memory, which slows down the more rows are on their way.
+  // They are ahead so once they are more than would be resident, late ones from 96 threads on (bfloat16 2048x2048: tight
+  // 5.9, early 6.4; 4096x4096 18.2, late 19.6; 2048x4096 10.3, 11.2; 16384x4096 65.7, 67.9; 16384x3072 49.9, 50.8;
+  // 65536x1024 65.5, 66.6; but 1024x2048 4.0, 3.9; 1584x4096 8.5, 8.2; half in 64 registers: 4096x4096 18.8).
   const bool outnumber = rows > wave(plan.threads > 64 ? 40 : 72);
   if (full && element_bytes == 2 && plan.pieces == 4 && plan.threads <= 128 && outnumber) return Fetch::kTight;
+
   if (past_l2) {
+    // 8192x8192: early 1.31 copies, late 1.01; 32768x2048 1.04, 0.98; except where few are held, or few elements to
+    // unpack into more (32768x768: early 0.98, late 1.02; float32 16384x2048 0.98, 1.00), and all loads are busy
+    // (32768x1152: early 1.10, late 1.03).
     const bool no_idle_loads = fills_threads(plan, cols, element_bytes);
     switch (plan.pieces) {
       case 2: return late_if(may_fetch_two_late(element_bytes) && plan.threads > 32);
@@ -211,10 +233,13 @@ inline Fetch fetch_of(const Plan& plan, int64_t rows, int64_t cols, int element_
       default: return late_if(element_bytes == 2 || !no_idle_loads || plan.threads > 128);
     }
   }
+  // Within L2: 1024x8192 early 13.6, late 12.7; 2048x8192 25.7, 20.3; 512x12288 12.8, 8.4; 4096x1280 7.6, 7.4.
   if (!crowded) return Fetch::kEarly;
-  if (plan.pieces == 5) return late_if(element_bytes == 2);  // 4096x1280: 32x5 early 7.6 us, late 7.4
+  if (plan.pieces == 5) return late_if(element_bytes == 2);
   if (plan.pieces != 4) return Fetch::kEarly;
   if (element_bytes > 2) return late_if(plan.threads > 256);
+  // With few threads a row, unless half a wave of late ones were left over: 1056x4096 early 6.6, late 6.1, but 2112x4096
+  // 11.1, 12.3.
   return late_if(plan.threads > 128 || (plan.threads >= 96 && (rows <= wave(40) || 2 * rows > 3 * wave(40))));
 }
 
