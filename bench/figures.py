@@ -42,13 +42,19 @@ METHOD = (
 )
 
 
+def fastln_text(machine: dict) -> str:
+    """The version that was measured, and the commit it was built from where the build knows."""
+    commit = machine.get("build", {}).get("commit", "unknown")
+    return f"fastln {machine['fastln']}" + ("" if commit == "unknown" else f" ({commit})")
+
+
 def machine_text(machine: dict) -> str:
     """The GPU and the versions that the figures are of."""
     gpu, peers = machine["gpu"], machine.get("peers", {})
     compared = "".join(f", {name} {version}" for name, version in peers.items())
     return (
         f"{gpu['name']} ({gpu['multiprocessors']} SMs, {gpu['l2_bytes'] / 2**20:.0f} MB L2, driver {gpu['driver']}), "
-        f"torch {machine['torch']}{compared}, fastln {machine['fastln']} built with nvcc {machine['build']['nvcc']}, "
+        f"torch {machine['torch']}{compared}, {fastln_text(machine)} built with nvcc {machine['build']['nvcc']}, "
         f"{machine['date']}."
     )
 

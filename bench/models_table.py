@@ -58,7 +58,7 @@ def caption(results: dict, rows: list[dict]) -> str:
     gpu = machine.get("gpu", {"name": machine["processor"], "driver": "none"})
     rounds, layers, widths = (range_text(values(results, rows, key)) for key in ("rounds", "layers", "width"))
     return (
-        f"{gpu['name']} (driver {gpu['driver']}), torch {machine['torch']}, fastln {machine['fastln']}, "
+        f"{gpu['name']} (driver {gpu['driver']}), torch {machine['torch']}, {figures.fastln_text(machine)}, "
         f"{machine['date']}. Milliseconds a step, median of {rounds} rounds of {results['steps']} steps in which the "
         f"variants take turns; {layers} blocks of width {widths}; a training step is "
         "forward, loss, backward and fused AdamW."

@@ -7,7 +7,7 @@
 
 namespace fastln {
 
-constexpr int kMaxStages = 4;  // copies under way at once, in groups
+constexpr int kMaxCopyGroups = 4;  // under way at once
 
 // 4, 8 or 16 bytes, both addresses aligned to that. 16 bytes go past L1.
 template <int kBytes>
@@ -20,7 +20,7 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* global) 
 // Ends a group: the thread's copies since the last one, which may be none.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `newer` (< kMaxStages) of the thread's groups are under way.
+// Waits until at most `newer` (< kMaxCopyGroups) of the thread's groups are under way.
 __device__ __forceinline__ void wait_for_copies(int newer) {
   // The ring mostly has four stages.
   if (newer >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");

@@ -1,29 +1,25 @@
 // Facts of this build as JSON, for fastln.build_info() and fastln.KERNELS.
-#include <algorithm>
 #include <string>
 
+#include "arch_list.h"
 #include "device.h"
 #include "kernels.h"
 
-#if !defined(FASTLN_VERSION) || !defined(FASTLN_NVCC_VERSION) || !defined(FASTLN_TORCH_VERSION)
-#error "setup.py defines FASTLN_VERSION, FASTLN_NVCC_VERSION and FASTLN_TORCH_VERSION"
+#if !defined(FASTLN_VERSION) || !defined(FASTLN_COMMIT) || !defined(FASTLN_NVCC_VERSION) || \
+    !defined(FASTLN_TORCH_VERSION)
+#error "setup.py defines FASTLN_VERSION, FASTLN_COMMIT, FASTLN_NVCC_VERSION and FASTLN_TORCH_VERSION"
 #endif
 
 namespace {
 
 // ["8.0","9.0"]: the entries of TORCH_CUDA_ARCH_LIST; those with "+PTX" alone when `ptx`.
 std::string arch_array(bool ptx) {
-  std::string out = "[", list = fastln::arch_list();
-  for (size_t at = 0; at < list.size();) {
-    const size_t end = std::min(list.find_first_of("; ", at), list.size());
-    std::string entry = list.substr(at, end - at);
-    at = end + 1;
-    if (entry.empty()) continue;
-    const size_t plus = entry.find("+PTX");
-    if (ptx && plus == std::string::npos) continue;
-    out += (out.size() > 1 ? ",\"" : "\"") + entry.substr(0, plus) + "\"";
+  std::string out;
+  for (const fastln::Arch& arch : fastln::parse_archs(fastln::arch_list())) {
+    if (ptx && !arch.ptx) continue;
+    out += (out.empty() ? "\"" : ",\"") + std::to_string(arch.major) + "." + std::to_string(arch.minor) + "\"";
   }
-  return out + "]";
+  return "[" + out + "]";
 }
 
 const char* dtype_of(const std::string& type) { return type == "half" ? "float16" : "float32"; }
@@ -41,8 +37,8 @@ std::string kernel_array() {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const char* fastln_build_info() {
-  static const std::string info = std::string("{\"version\":\"") + FASTLN_VERSION + "\",\"arch_list\":\"" +
-                                  fastln::arch_list() + "\",\"archs\":" + arch_array(false) +
+  static const std::string info = std::string("{\"version\":\"") + FASTLN_VERSION + "\",\"commit\":\"" + FASTLN_COMMIT +
+                                  "\",\"arch_list\":\"" + fastln::arch_list() + "\",\"archs\":" + arch_array(false) +
                                   ",\"ptx\":" + arch_array(true) + ",\"nvcc\":\"" + FASTLN_NVCC_VERSION +
                                   "\",\"torch_built\":\"" + FASTLN_TORCH_VERSION +
                                   "\",\"torch_target\":\"2.10\",\"kernels\":" + kernel_array() + "}";

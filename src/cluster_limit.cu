@@ -1,6 +1,8 @@
 // How many blocks of a cluster the device takes, of those that fill a multiprocessor each.
 #include <array>
 #include <atomic>
+#include <stdexcept>
+#include <string>
 
 #include <cuda_runtime.h>
 
@@ -20,17 +22,21 @@ bool takes_cluster(int blocks, const DeviceFacts& device) {
   const LaunchConfig config(dim3(static_cast<unsigned>(blocks)), dim3(kBackwardThreads), shared, blocks, false,
                             nullptr);
   int clusters = 0;
-  const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared) == cudaSuccess &&
-                     cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
-                     cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get()) == cudaSuccess;
-  if (!known) cudaGetLastError();  // the next call must not see it
-  return known && clusters > 0;
+  cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (err == cudaSuccess) err = cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get());
+  if (err == cudaSuccess) return clusters > 0;
+  cudaGetLastError();  // the next call must not see it
+  if (err == cudaErrorInvalidClusterSize || err == cudaErrorInvalidConfiguration) return false;
+  // Any other is no answer, which would plan long rows, and so choose their bits, for as long as the process lives.
+  throw std::runtime_error("fastln: cannot query the clusters of CUDA device " + std::to_string(device.index) + ": " +
+                           cudaGetErrorString(err));
 }
 
 }  // namespace
 
 int forward_max_cluster(const DeviceFacts& device) {
-  if (device.major < 9) return 1;
+  if (!device.has_hopper_code) return 1;
   static std::array<std::atomic<int>, kMaxDevices> known{};
   int most = known[device.index].load(std::memory_order_relaxed);
   if (most == 0) {

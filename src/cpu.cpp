@@ -80,8 +80,8 @@ Acc sum_of_warps(const Acc (&v)[kWarp]) {
 // The average over a row of f(col), or of its square, which a block of `threads` would compute.
 template <bool kSquares, int kItems, int kAccess, typename Acc, typename F>
 Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
-  constexpr bool kShares = std::is_same_v<Acc, float>;  // see average_share() in arith.cuh
-  const float count = static_cast<float>(cols);
+  constexpr bool kShares = std::is_same_v<Acc, float>;    // see average_share() in arith.cuh
+  const float per_col = 1.0f / static_cast<float>(cols);  // as the GPU's launcher has it
   partial.assign(std::max(threads, kWarp) + kWarp, Acc(0.0f));
   const int64_t step = static_cast<int64_t>(threads) * kItems;
   for (int64_t base = 0; base < cols; base += step) {
@@ -92,14 +92,14 @@ Acc block_average(int64_t cols, int threads, std::vector<Acc>& partial, F f) {
         item[i] = col < cols ? f(col) : Acc(0.0f);
       }
       const Acc sum = total<kSquares>(item);
-      partial[t] = partial[t] + (kShares ? static_cast<Acc>(sum * (1.0f / count)) : sum);
+      partial[t] = partial[t] + (kShares ? static_cast<Acc>(sum * per_col) : sum);
     }
   }
   Acc warps[kWarp];
   std::fill(warps, warps + kWarp, Acc(0.0f));
   for (int w = 0; w < threads / kWarp; ++w) warps[w] = warp_sum(partial.data() + w * kWarp);
   const Acc sum = threads == kWarp ? warps[0] : sum_of_warps(warps);
-  return kShares ? sum : static_cast<Acc>(static_cast<float>(sum) / count);
+  return kShares ? sum : static_cast<Acc>(static_cast<float>(sum) * per_col);
 }
 
 template <typename Elem, typename Acc, int kItems, int kAccess>

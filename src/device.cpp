@@ -2,13 +2,14 @@
 
 #include <array>
 #include <atomic>
-#include <cctype>
-#include <cstdlib>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include <cuda_runtime_api.h>
+
+#include "arch_list.h"
 
 #ifndef FASTLN_ARCH_LIST
 #error "setup.py defines FASTLN_ARCH_LIST"
@@ -25,6 +26,11 @@ int attribute(cudaDeviceAttr attr, int device) {
     throw std::runtime_error("fastln: cannot query CUDA device " + std::to_string(device) + ": " +
                              cudaGetErrorString(err));
   return value;
+}
+
+int code_major_for(int major, int minor) {
+  static const std::vector<Arch> archs = parse_archs(FASTLN_ARCH_LIST);
+  return code_major(archs, {major, minor});
 }
 
 }  // namespace
@@ -44,7 +50,9 @@ const DeviceFacts& device_facts(int device) {
     facts[device].l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
     facts[device].shared_bytes_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     facts[device].shared_bytes_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    facts[device].supported = arch_is_supported(facts[device].major, facts[device].minor);
+    const int code = code_major_for(facts[device].major, facts[device].minor);
+    facts[device].supported = code > 0;
+    facts[device].has_hopper_code = code >= 9;
     known[device].store(true, std::memory_order_release);
   }
   return facts[device];
@@ -67,23 +75,7 @@ bool device_is_supported(int device) {
   return !has_driver || device_facts(device).supported;
 }
 
-bool arch_is_supported(int major, int minor) {
-  // Entries are <major>.<minor>[+PTX], separated by semicolons or spaces.
-  for (const char* at = FASTLN_ARCH_LIST; *at;) {
-    if (!std::isdigit(static_cast<unsigned char>(*at))) {
-      ++at;
-      continue;
-    }
-    char* end = nullptr;
-    const int entry_major = static_cast<int>(std::strtol(at, &end, 10));
-    const int entry_minor = static_cast<int>(std::strtol(end + 1, &end, 10));
-    const bool ptx = std::string(end).rfind("+PTX", 0) == 0;
-    if (entry_major == major && entry_minor <= minor) return true;
-    if (ptx && (entry_major < major || (entry_major == major && entry_minor <= minor))) return true;
-    at = end;
-  }
-  return false;
-}
+bool arch_is_supported(int major, int minor) { return code_major_for(major, minor) > 0; }
 
 const char* arch_list() { return FASTLN_ARCH_LIST; }
 

@@ -5,7 +5,8 @@
 
 namespace fastln {
 
-constexpr int kWarp = 32;  // threads
+constexpr int kWarp = 32;               // threads
+constexpr int kRegistersPerSm = 65536;  // on every GPU of compute capability 8.0 or later
 constexpr int kMaxDevices = 128;
 
 struct DeviceFacts {
@@ -17,6 +18,9 @@ struct DeviceFacts {
   int64_t shared_bytes_sm = 0;     // of shared memory, a multiprocessor
   int64_t shared_bytes_block = 0;  // and a block, at most
   bool supported = false;          // arch_is_supported(major, minor)
+  // Whether the code that runs there was compiled for compute capability 9.0 or later, and so waits for the kernel before
+  // it and knows clusters. PTX of an earlier one does not, on a GPU that could.
+  bool has_hopper_code = false;
 };
 
 // Thread-safe. Throws std::runtime_error when CUDA cannot tell.
@@ -30,8 +34,7 @@ void make_current(int device);
 // of, and may still trace for one.
 bool device_is_supported(int device);
 
-// Whether the binary can run on that compute capability: it holds machine code for the same major
-// version and no later minor one, or PTX no later than it, which the driver compiles.
+// Whether the binary holds code that runs on that compute capability, see code_major().
 bool arch_is_supported(int major, int minor);
 
 // The compute capabilities compiled in, as TORCH_CUDA_ARCH_LIST had them ("8.0;9.0;12.0+PTX").

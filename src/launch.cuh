@@ -65,7 +65,7 @@ const char* launch_layer_norm(Rows p, const DeviceFacts& device, void* stream) {
   if (p.rows == 0 || p.cols == 0) return nullptr;
   p.per_col = 1.0f / static_cast<float>(p.cols);
   const auto s = static_cast<cudaStream_t>(stream);
-  const bool dependent = device.major >= 9;
+  const bool dependent = device.has_hopper_code;
   const bool aligned = accesses_are_aligned<Elem, kAccess>(p);
   cudaError_t err = cudaErrorInvalidValue;
   switch (held_items(kItems, sizeof(Acc), p.cols)) {

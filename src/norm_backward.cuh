@@ -3,8 +3,8 @@
 // x and dy are read once. A row belongs to a group of threads (part of a warp, whole warps, or the blocks of
 // a cluster), each of which owns the same columns of every row that its group takes: kPieces pieces of 16 bytes.
 // Blocks stay resident and walk over the rows, while the next rows are on their way into a ring in shared
-// memory; a thread copies only what it reads itself, so the ring needs no barrier. What a thread's columns add
-// to dweight and dbias stays in its registers until the last row. Then the groups of a block are added up, each
+// memory; what a thread reads there its own warp has copied, so the ring needs no barrier of the block. What a thread's
+// columns add to dweight and dbias stays in its registers until the last row. Then the groups of a block are added up, each
 // block writes one partial sum of both, and add_partials() adds those: no atomics, and an order that depends
 // on the shape, the dtype and the GPU alone, so all bits are the same in every run.
 //
@@ -23,6 +23,7 @@
 #include "norm_backward_pair.cuh"
 #include "norm_backward_partial.cuh"
 #include "norm_backward_plan.h"
+#include "norm_backward_shared.h"
 #include "norm_backward_terms.cuh"
 #include "norm_rows.h"
 #include "reduce.cuh"
@@ -48,30 +49,6 @@ struct Runs {
   static constexpr int kCount = kPieces * kAccess / kRun + kRagged;            // runs
   static constexpr int kWordBytes = kRun * static_cast<int>(sizeof(Elem));
 };
-
-// Bytes of the part that `lanes` threads have of a stage of the ring, of ragged rows: a granule for each of their
-// pieces, and up to two that follow. For a warp that is a multiple of 128 bytes. (16 bytes off, 2048x16384 float16 took
-// 77 us on an H200, not 70.)
-__host__ __device__ constexpr int ragged_part_bytes(int lanes, int pieces) {
-  return (lanes * pieces + (lanes < kWarp ? 2 : 8)) * kMaxAccessBytes;
-}
-
-// Bytes of x, and as many of dy, in a stage of the ring. `sharers` threads share a warp, or a part of one, of a row.
-__host__ __device__ constexpr int ring_tensor_bytes(int block, int sharers, int pieces, bool ragged, int piece_bytes) {
-  return ragged ? block / sharers * ragged_part_bytes(sharers, pieces) : block * pieces * piece_bytes;
-}
-
-// Bytes of a stage, a multiple of 128: x and dy, then mean and rstd for each `sharers` threads.
-__host__ __device__ constexpr int ring_stage_bytes(int block, int sharers, int pieces, bool ragged, int piece_bytes,
-                                                   int acc_bytes) {
-  const int tensor_bytes = ring_tensor_bytes(block, sharers, pieces, ragged, piece_bytes);
-  return (2 * tensor_bytes + block / sharers * 2 * acc_bytes + 127) / 128 * 128;
-}
-
-// Columns that a group's sums have room for where the groups of a block are added up.
-__host__ __device__ constexpr int summed_width(int threads, int pieces, int access, bool ragged) {
-  return (threads * pieces + ragged) * access;
-}
 
 // Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
 // is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
@@ -113,6 +90,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   using P = Vec<Param, kRun>;
   extern __shared__ uint4 dynamic_shared[];
   __shared__ PairRoom<Acc> room;
+  static_assert(sizeof(room) <= kStaticSharedBytes && kMaxStages <= kMaxCopyGroups);
 
   // Some variants that never come to this have it too, at one width: without, they are compiled to spill registers, or
   // take longer (of clusters). Others would spill with it, or take longer: kBare, float16 32768x1280 68.5 us, then 66.8.
@@ -210,7 +188,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   const Elem* x_column = static_cast<const Elem*>(p.x) + begin + part_first + lane * kAccess;
   const Elem* dy_column = static_cast<const Elem*>(p.dy) + begin + part_first + lane * kAccess;
   const auto fill = [&](int64_t row, int stage) {
-    if constexpr (kRagged) __syncwarp();  // all lanes have read what was there
+    __syncwarp();  // all lanes have read what was there: the statistics, which lane 0 copies, or neighbours' granules
     if (row < p.rows) {
       const uint32_t at = own + stage * stage_bytes;
       if constexpr (kRagged) {
@@ -411,7 +389,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
       if (lane == pairs % sharers && col < stop) store_vec(dx + col, Vec<Elem, 1>{rest});
     }
   };
-  const Acc per_col = static_cast<Acc>(p.per_col);
+  const Acc per_col = p.per_col_as(Acc());
   const auto next = [&](int stage) { return stage + 1 == p.stages ? 0 : stage + 1; };
 
   int64_t index = static_cast<int64_t>(block) * groups + group;

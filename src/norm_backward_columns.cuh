@@ -3,17 +3,12 @@
 
 #include <cooperative_groups.h>
 
-#include "norm_backward_plan.h"
+#include "norm_backward_shared.h"
 #include "norm_backward_terms.cuh"
 #include "norm_rows.h"
 #include "vec.cuh"
 
 namespace fastln {
-
-// Bytes of shared memory that sum_columns() needs: each thread's sums, and the block's.
-__host__ __device__ constexpr int sum_columns_bytes(int block, int column_pieces, int access, int acc_bytes) {
-  return 2 * access * (block + column_pieces) * acc_bytes;
-}
 
 // dweight and dbias of the block's slice of columns, kPieces pieces of kPieceBytes wide. Thread t takes piece t % kPieces of
 // rows t / kPieces, and so on, starting where its place in the cluster says; the threads' sums are added in a fixed order,

@@ -5,12 +5,16 @@
 #include <array>
 #include <atomic>
 #include <climits>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include <cuda_runtime.h>
 
 #include "dependent_launch.h"
 #include "norm_backward.cuh"
 #include "norm_backward_plan.h"
+#include "norm_backward_shared.h"
 #include "norm_launch.h"
 
 namespace fastln {
@@ -28,7 +32,7 @@ cudaError_t prepare(const DeviceFacts& device, decltype(kKernel)* out) {
   cudaError_t err = cudaFuncGetAttributes(&facts, kernel);
   const auto room = static_cast<int>(device.shared_bytes_block) - static_cast<int>(facts.sharedSizeBytes);
   if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
-  if (err == cudaSuccess && device.major >= 9)
+  if (err == cudaSuccess && device.has_hopper_code)
     err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (err == cudaSuccess)
     err = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
@@ -82,19 +86,27 @@ cudaError_t launch(void (*kernel)(Args...), int64_t blocks, unsigned grid_y, int
                    int cluster, const DeviceFacts& device, cudaStream_t stream, std::type_identity_t<Args>... args) {
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   const LaunchConfig config(dim3(static_cast<unsigned>(blocks), grid_y), dim3(static_cast<unsigned>(block)),
-                            shared_bytes, cluster, device.major >= 9, stream);
+                            shared_bytes, cluster, device.has_hopper_code, stream);
   return cudaLaunchKernelEx(config.get(), kernel, args...);
 }
 
-// How many clusters of the plan's blocks the device holds at once, at least 1.
+// How many clusters of the plan's blocks the device holds at once, at least 1. CUDA is asked once for each of these.
 inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const BackwardPlan& plan, int64_t shared_bytes,
-                                     int64_t* out) {
+                                     const DeviceFacts& device, int64_t* out) {
+  static std::mutex mutex;
+  static std::map<std::tuple<void (*)(BackwardLaunch), int, int, int, int64_t>, int> known;
+  const auto key = std::tuple(kernel, device.index, plan.cluster, plan.block, shared_bytes);
+  const std::lock_guard lock(mutex);
+  if (const auto at = known.find(key); at != known.end()) {
+    *out = at->second;
+    return cudaSuccess;
+  }
   const LaunchConfig config(dim3(static_cast<unsigned>(plan.cluster)), dim3(static_cast<unsigned>(plan.block)),
                             shared_bytes, plan.cluster, false, nullptr);
   int clusters = 0;
   const cudaError_t err =
       cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), config.get());
-  *out = std::max(clusters, 1);
+  if (err == cudaSuccess) *out = known[key] = std::max(clusters, 1);
   return err;
 }
 
@@ -110,6 +122,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
 
   BackwardLaunch p{grads};
   p.per_col = 1.0 / static_cast<double>(p.cols);
+  p.per_col_f = static_cast<float>(p.per_col);
   p.threads = plan.threads;
   p.cluster = plan.cluster;
   p.sharing = plan.sharing;
@@ -144,24 +157,8 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     p.sums = averages;
   }
 
-  const int sharers = std::min(plan.threads, kWarp), groups = plan.block / plan.threads;
-  const int64_t stage_bytes = ring_stage_bytes(plan.block, sharers, pieces, ragged, plan.piece_bytes, sizeof(Acc));
-  const int64_t summed_bytes =
-      p.partial ? int64_t{2} * groups * summed_width(plan.threads, pieces, access, ragged) * sizeof(Acc) : 0;
-  const int64_t columns_bytes =
-      plan.direct ? sum_columns_bytes(plan.block, plan.column_pieces, access, sizeof(Acc)) : 0;
-  // Room for each of the resident blocks, less what the hardware keeps of it, and our own static part.
-  const int64_t room_bytes =
-      std::min<int64_t>(device.shared_bytes_block, device.shared_bytes_sm / plan.blocks_per_sm - 1024) - 2048;
-  // A cluster's blocks hold two rows at once.
-  const int64_t least_stages = plan.cluster > 1 ? 2 : 1;
-  const int64_t wanted_stages = plan.direct ? least_stages
-                                : plan.cluster > 1
-                                    ? least_stages + 1
-                                    : std::max<int64_t>(plan.ring_kb * 1024 / plan.blocks_per_sm / stage_bytes, 2);
-  p.stages = static_cast<int>(
-      std::clamp<int64_t>(std::min<int64_t>(room_bytes / stage_bytes, wanted_stages), least_stages, kMaxStages));
-  const int64_t shared_bytes = std::max({p.stages * stage_bytes, summed_bytes, columns_bytes});
+  const BackwardShared shared = backward_shared(plan, p.cols, sizeof(Elem), p.partial != nullptr, device);
+  p.stages = shared.stages;
 
   void (*kernel)(BackwardLaunch);
   err = find_backward<Elem, Param>(plan, pieces, ragged, p.partial != nullptr, device, &kernel);
@@ -169,7 +166,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   if (plan.cluster > 1 && !plan.direct) {
     // Clusters that would not fit at once with the others would run behind them, in twice the time.
     int64_t clusters = 0;
-    err = resident_clusters(kernel, plan, shared_bytes, &clusters);
+    err = resident_clusters(kernel, plan, shared.bytes, device, &clusters);
     if (err != cudaSuccess) return err;
     grid.partials = std::min(grid.partials, clusters);
     row_blocks = grid.partials * plan.cluster;
@@ -183,11 +180,11 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
       p.column_blocks = 0;
     }
     if (err == cudaSuccess && p.dx)
-      err = launch(kernel, row_blocks, 1, plan.block, shared_bytes, plan.cluster, device, stream, p);
+      err = launch(kernel, row_blocks, 1, plan.block, shared.bytes, plan.cluster, device, stream, p);
     return err;
   }
   const int cluster = std::max({plan.cluster, plan.sharing, plan.column_split});
-  err = launch(kernel, round_up(p.column_blocks + row_blocks, cluster), 1, plan.block, shared_bytes, cluster, device,
+  err = launch(kernel, round_up(p.column_blocks + row_blocks, cluster), 1, plan.block, shared.bytes, cluster, device,
                stream, p);
   if (err != cudaSuccess || !p.partial) return err;
   // As many columns a block as leave about a block a multiprocessor.

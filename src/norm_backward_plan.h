@@ -26,6 +26,7 @@ struct BackwardPlan {
 };
 
 constexpr int kMaxColumnSplit = 8;
+constexpr int kMaxStages = 4;  // of the ring
 
 constexpr int kBackwardThreads = 512;  // of a block, at most
 
@@ -44,6 +45,26 @@ inline int64_t slice_cols(int64_t element_bytes) {
 
 // Columns from one partial sum to the next, so that each begins aligned.
 inline int64_t backward_pitch(int64_t cols) { return round_up(cols, 8); }
+
+constexpr int backward_acc_bytes(int element_bytes) { return element_bytes == 8 ? 8 : 4; }
+
+// Shared memory that the blocks of norm_backward() may ask for, where so many stay resident. The rest: its static part,
+// at most, and what the hardware keeps of each block.
+constexpr int64_t kStaticSharedBytes = 2048, kReservedSharedBytes = 1024;
+inline int64_t backward_shared_limit(const DeviceFacts& device, int blocks_per_sm) {
+  const int64_t share = device.shared_bytes_sm / blocks_per_sm - kReservedSharedBytes;
+  return std::min(device.shared_bytes_block, share) - kStaticSharedBytes;
+}
+
+// Where a block has several groups of threads, or shares a partial sum with another, the groups' sums of columns are
+// added up through shared memory: columns of a group, and bytes of all groups of dweight and of dbias.
+constexpr int summed_width(int threads, int pieces, int access, bool ragged) {
+  return (threads * pieces + ragged) * access;
+}
+constexpr int64_t summed_bytes(int block, int threads, int pieces, int access, bool ragged, int acc_bytes) {
+  return int64_t{2} * (block / threads) * summed_width(threads, pieces, access, ragged) * acc_bytes;
+}
+inline bool backward_adds_groups(const BackwardPlan& plan) { return plan.block > plan.threads || plan.sharing > 1; }
 
 // Columns that one block adds, where the sums of long rows come first.
 constexpr int64_t kSumsChunk = 16384;
@@ -255,19 +276,27 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
   const bool may_share = backward_may_share(element_bytes, out.pieces, ragged, out.cluster > 1, out.piece_bytes) &&
                          out.block == out.threads;
   if (sums && !out.direct && may_share && row_pieces >= 1024 && max_cluster > 1) out.sharing = 2;
+  // GPUs of 99 KB of shared memory a block have no room for the sums of two groups of 224 threads with 4 pieces.
+  const auto sums_fit = [&] {
+    return summed_bytes(out.block, out.threads, out.pieces, out.piece_bytes / element_bytes, ragged,
+                        backward_acc_bytes(element_bytes)) <= backward_shared_limit(device, out.blocks_per_sm);
+  };
+  if (sums && !out.direct) {
+    while (out.block > out.threads && !sums_fit()) out.block -= out.threads;
+    if (!sums_fit()) out.sharing = 1;
+  }
   return out;
 }
 
-// In partial sums of dweight and dbias; and, for dx where rows are cut into slices, in the sums of each chunk of a row
+// Of the workspace, in partial sums of dweight and dbias; and, for dx where rows are cut into slices, in the sums of each chunk of a row
 // and the averages of each row.
 inline int64_t backward_workspace_bytes(const NormGrads& p, const BackwardPlan& plan, int element_bytes,
                                         const DeviceFacts& device) {
-  const int64_t acc_bytes = element_bytes == 8 ? 8 : 4;
   int64_t values = 0;
   if ((p.dweight || p.dbias) && !plan.direct)
     values += backward_grid(p, plan, element_bytes, device).partials * 2 * backward_pitch(p.cols);
   if (plan.pieces == 0 && p.dx) values += 2 * p.rows * (1 + (p.cols + kSumsChunk - 1) / kSumsChunk);
-  return values * acc_bytes;
+  return values * backward_acc_bytes(element_bytes);
 }
 
 }  // namespace fastln

@@ -48,38 +48,42 @@ cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, 
 template <typename Elem> constexpr bool kTakesWordsInPart = sizeof(Elem) >= 4;
 
 // Every compiled variant of norm_forward: kWarps for groups of whole warps, `fetch` as fetch_of() has it.
-template <typename Elem, typename Param, Rows kRows, bool kWarps>
+template <typename Elem, typename Param, RowLayout kRows, bool kWarps>
 void (*find_forward(int pieces, Fetch fetch))(NormRows) {
   const auto when = [&](auto count) {
     constexpr int kPieces = decltype(count)::value;
-    constexpr bool kFull = kRows == Rows::kFull;
+    constexpr bool kFull = kRows == RowLayout::kFull;
     constexpr bool kWide = sizeof(Param) > sizeof(Elem);
     // With 8 pieces, and with 5 and wide parameters, registers are short, and no more than one piece fits early.
     constexpr bool kEarly = kPieces < 5 || (kPieces == 5 && !kWide);
-    constexpr bool kTight = kFull && kPieces == 4 && sizeof(Elem) <= 4 && !kWide;
-    constexpr bool kHalf =
-        kFull && (kPieces == 8 ? !kWide : sizeof(Elem) == 2 && (kPieces == 4 || (kPieces == 3 && kWide)));
-    // Of full rows, 3 pieces are never fetched late.
-    constexpr bool kLate = kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && kPieces == 3);
-    constexpr Fetch kElse = kEarly ? Fetch::kEarly : kHalf ? Fetch::kHalf : Fetch::kLate;
+    constexpr bool kTight = kFull && kPieces == 4 && !kWide;
+    constexpr bool kHalf = kFull && kPieces == 4 && sizeof(Elem) == 2;
+    constexpr bool kOne = kFull && (kPieces == 8 ? !kWide : kPieces >= 4 || (kPieces == 3 && kWide));
+    // Full rows of 3 and of 5 pieces are never fetched late.
+    constexpr bool kLate =
+        kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && (kPieces == 3 || kPieces == 5));
+    constexpr Fetch kElse = kEarly ? Fetch::kEarly : kOne ? Fetch::kOne : Fetch::kLate;
     if constexpr (kTight) {
       if (fetch == Fetch::kTight) return &norm_forward<Elem, Param, kPieces, Fetch::kTight, kRows, kWarps>;
     }
     if constexpr (kHalf) {
       if (fetch == Fetch::kHalf) return &norm_forward<Elem, Param, kPieces, Fetch::kHalf, kRows, kWarps>;
     }
+    if constexpr (kOne && kEarly) {
+      if (fetch == Fetch::kOne) return &norm_forward<Elem, Param, kPieces, Fetch::kOne, kRows, kWarps>;
+    }
     if constexpr (kLate && kEarly) {
       if (fetch != Fetch::kEarly) return &norm_forward<Elem, Param, kPieces, Fetch::kLate, kRows, kWarps>;
     }
     return &norm_forward<Elem, Param, kPieces, kElse, kRows, kWarps>;
   };
-  if constexpr (kWarps || kRows != Rows::kWords || kTakesWordsInPart<Elem>) {
+  if constexpr (kWarps || kRows != RowLayout::kWords || kTakesWordsInPart<Elem>) {
     if (pieces == 2) return when(std::integral_constant<int, 2>());
     if (pieces == 3) return when(std::integral_constant<int, 3>());
   }
   if constexpr (kWarps) {
     if (pieces == 4) return when(std::integral_constant<int, 4>());
-    if constexpr (kRows != Rows::kWords && kRows != Rows::kPairs) {
+    if constexpr (kRows != RowLayout::kWords && kRows != RowLayout::kPairs) {
       if (pieces == 5) return when(std::integral_constant<int, 5>());
     }
     if (pieces == 8) return when(std::integral_constant<int, 8>());
@@ -98,7 +102,7 @@ void (*find_short(int pieces, int threads))(NormRows) {
   return nullptr;
 }
 
-// Whether each row of x and y, and the parameters, begin at multiples of 16 bytes.
+// Whether each row of x and of y begins, and ends, at multiples of 16 bytes.
 template <typename Elem>
 bool rows_are_whole(const NormRows& p) {
   constexpr int64_t kBytes = sizeof(Elem);
@@ -108,12 +112,12 @@ bool rows_are_whole(const NormRows& p) {
 
 // How rows that are not whole are added up, which follows from their length alone.
 template <typename Elem>
-Rows ragged_rows(int64_t cols, const Plan& plan) {
+RowLayout ragged_rows(int64_t cols, const Plan& plan) {
   const int64_t bytes = cols * static_cast<int64_t>(sizeof(Elem));
-  if (bytes % kMaxAccessBytes == 0) return Rows::kShifted;  // views of rows that are whole elsewhere
-  if (sizeof(Elem) == 2 && cols % kAccessElements<Elem, Rows::kPairs> == 0) return Rows::kPairs;
+  if (bytes % kMaxAccessBytes == 0) return RowLayout::kShifted;  // views of rows that are whole elsewhere
+  if (sizeof(Elem) == 2 && cols % kAccessElements<Elem, RowLayout::kPairs> == 0) return RowLayout::kPairs;
   const bool fits = kTakesWordsInPart<Elem> || plan.threads >= kWarp;
-  return fits && cols % kWordElements<Elem> == 0 ? Rows::kWords : Rows::kShifted;
+  return fits && cols % kWordElements<Elem> == 0 ? RowLayout::kWords : RowLayout::kShifted;
 }
 
 // The kernel, which may then be launched with as much shared memory as a block can have; and how many clusters of
@@ -145,12 +149,12 @@ cudaError_t launch_cluster(const NormRows& rows, const DeviceFacts& device, cuda
   cudaError_t err = resident_clusters<norm_cluster<Elem, Param>>(p.cluster, device, &clusters);
   if (err != cudaSuccess) return err;
   clusters = static_cast<int>(std::min<int64_t>(clusters, p.rows));
-  const auto shared_bytes = [&](int groups) {
-    const int64_t held = p.holds ? held_bytes<Elem, Param>() : 0;
+  const auto bytes_with = [&](int groups, bool holds) {
+    const int64_t held = holds ? held_bytes<Elem, Param>() : 0;
     return cluster_room(groups, p.threads / kWarp, p.cluster, held, sizeof(AccOf<Elem>)).bytes;
   };
-  p.holds = true;
-  p.holds = shared_bytes(1) <= device.shared_bytes_block;
+  p.holds = bytes_with(1, true) <= device.shared_bytes_block;
+  const auto shared_bytes = [&](int groups) { return bytes_with(groups, p.holds); };
   p.groups = 1;
   while ((p.groups + 1) * p.threads <= kClusterThreads && shared_bytes(p.groups + 1) <= device.shared_bytes_block &&
          static_cast<int64_t>(p.groups) * clusters < p.rows)
@@ -177,12 +181,12 @@ cudaError_t launch_split(const NormRows& p, const DeviceFacts& device, void* wor
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     part.rows = std::min(left, most_rows);
     const auto launch = [&](auto kernel, int64_t blocks, auto... more) {
-      const LaunchConfig config(dim3(static_cast<unsigned>(blocks)), dim3(kSplitThreads), 0, 1, device.major >= 9,
+      const LaunchConfig config(dim3(static_cast<unsigned>(blocks)), dim3(kSplitThreads), 0, 1, device.has_hopper_code,
                                 stream);
       return cudaLaunchKernelEx(config.get(), kernel, part, means, squares, chunks, more...);
     };
-    cudaError_t err =
-        launch(whole ? split_moments<Elem, Rows::kWhole> : split_moments<Elem, Rows::kShifted>, part.rows * chunks);
+    cudaError_t err = launch(whole ? split_moments<Elem, RowLayout::kWhole> : split_moments<Elem, RowLayout::kShifted>,
+                             part.rows * chunks);
     if (err == cudaSuccess) err = launch(split_combine<Elem>, part.rows);
     if (err == cudaSuccess)
       err = whole ? launch(split_normalize_whole<Elem, Param>, part.rows * chunks)
@@ -218,7 +222,7 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
   } else {
     const bool past_l2 = 2 * p.rows * p.cols * static_cast<int64_t>(sizeof(Elem)) > device.l2_bytes;
     const bool whole = rows_are_whole<Elem>(p);
-    const Rows rows = whole ? Rows::kWhole : ragged_rows<Elem>(p.cols, plan);
+    const RowLayout rows = whole ? RowLayout::kWhole : ragged_rows<Elem>(p.cols, plan);
     const bool full = sizeof(Elem) <= 4 && whole && p.weight && p.bias && fills_threads(plan, p.cols, sizeof(Elem));
     constexpr bool kWide = sizeof(Param) > sizeof(Elem);
     const Fetch fetch = fetch_of(plan, p.rows, p.cols, sizeof(Elem), full, kWide, past_l2, device.sms);
@@ -231,21 +235,22 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
       if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
         kernel = find_short<Elem, Param>(plan.pieces, plan.threads);
       if (kernel) rows_a_group = kRowsTogether;
-      else if (full && warps) kernel = find_forward<Elem, Param, Rows::kFull, true>(plan.pieces, fetch);
+      else if (full && warps) kernel = find_forward<Elem, Param, RowLayout::kFull, true>(plan.pieces, fetch);
     }
     const auto find = [&](auto wanted) {
-      constexpr Rows kRows = decltype(wanted)::value;
+      constexpr RowLayout kRows = decltype(wanted)::value;
       if (kernel || rows != kRows) return;
       kernel = warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, fetch)
                      : find_forward<Elem, Param, kRows, false>(plan.pieces, fetch);
     };
-    find(std::integral_constant<Rows, Rows::kWhole>());
-    find(std::integral_constant<Rows, Rows::kShifted>());
-    find(std::integral_constant<Rows, Rows::kWords>());
-    if constexpr (sizeof(Elem) == 2) find(std::integral_constant<Rows, Rows::kPairs>());
-    const int blocks_together =
-        rows == Rows::kShifted && !warps && p.threads >= kAlikeThreads ? kAlikeRows / (kSmallGroupBlock / kWarp) : 1;
-    if (kernel) err = launch_rows<Elem>(kernel, p, rows_a_group, blocks_together, device.major >= 9, s);
+    find(std::integral_constant<RowLayout, RowLayout::kWhole>());
+    find(std::integral_constant<RowLayout, RowLayout::kShifted>());
+    find(std::integral_constant<RowLayout, RowLayout::kWords>());
+    if constexpr (sizeof(Elem) == 2) find(std::integral_constant<RowLayout, RowLayout::kPairs>());
+    const int blocks_together = rows == RowLayout::kShifted && !warps && p.threads >= kAlikeThreads
+                                    ? kAlikeRows / (kSmallGroupBlock / kWarp)
+                                    : 1;
+    if (kernel) err = launch_rows<Elem>(kernel, p, rows_a_group, blocks_together, device.has_hopper_code, s);
   }
   if (err == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; the next call must not see it again

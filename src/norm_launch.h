@@ -26,7 +26,7 @@ const char* norm_forward_f32_f32(const NormRows&, const Plan&, const DeviceFacts
 const char* norm_forward_f64_f64(const NormRows&, const Plan&, const DeviceFacts&, void*, void*);
 
 // Blocks of a cluster that plan() and plan_backward() may plan with on the current device, which the facts are of; 1
-// for no clusters.
+// for no clusters. Throw std::runtime_error when CUDA cannot tell.
 int forward_max_cluster(const DeviceFacts& device);
 int backward_max_cluster(const DeviceFacts& device);
 

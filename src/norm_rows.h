@@ -57,12 +57,16 @@ struct BackwardLaunch : NormGrads {
   int64_t safe_rows;  // rows before this can be read in whole granules
   int column_blocks;  // before those, that sum columns
   double per_col;     // 1 / cols
+  float per_col_f;
   int threads;        // of a row's group within a block: a power of two up to 32, or a multiple of 32
   int cluster;        // blocks that share a row
   int sharing;        // blocks of a cluster, each at rows of its own, that add up their partial sums; 1 for none
   int column_pieces;  // of 16 bytes, side by side, that a block sums of columns takes: a power of two up to 32
   int column_split;   // blocks of a cluster, each at rows of its own, that share those
   int stages;         // of the ring, 1 to kMaxStages
+
+  constexpr double per_col_as(double) const { return per_col; }
+  constexpr float per_col_as(float) const { return per_col_f; }
 };
 
 }  // namespace fastln

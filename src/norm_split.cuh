@@ -25,7 +25,7 @@ constexpr int kSplitPieces = kChunkBytes / kMaxAccessBytes / kSplitThreads;  // 
 
 // Blocks of a multiprocessor that the registers are held down to. Whole rows, float16 64x1048576: five 108.7 us, six
 // 112.8. Others, float32 256x131073: moments by four 147, by five 151.
-constexpr int split_blocks(Rows rows) { return rows == Rows::kWhole ? 5 : 4; }
+constexpr int split_blocks(RowLayout rows) { return rows == RowLayout::kWhole ? 5 : 4; }
 
 // Those of split_normalize_shifted(). 512x65537 float16 with 40 registers 81.2 us, with 47 84.4; wide parameters, and
 // older GPUs, would spill.
@@ -37,7 +37,7 @@ constexpr int shifted_blocks(bool wide) { return wide ? 4 : 6; }
 
 // A block's chunk of a row, and a thread's part of it: piece j of thread t is the (j * kSplitThreads + t)-th. What is
 // left behind the last piece of the row is one element for each of the first threads.
-template <typename Elem, Rows kRows>
+template <typename Elem, RowLayout kRows>
 class Chunk {
  public:
   using Acc = AccOf<Elem>;
@@ -57,7 +57,7 @@ class Chunk {
         tail(0) {
     const Elem* x = opaque(static_cast<const Elem*>(p.x) + row * p.x_stride + begin + column(0));
     const Elem* end = static_cast<const Elem*>(p.x) + (p.rows - 1) * p.x_stride + p.cols;
-    const int offset = kRows == Rows::kWhole ? 0 : granule_offset(x);
+    const int offset = kRows == RowLayout::kWhole ? 0 : granule_offset(x);
     if (has_tail()) tail = load_one(x - column(0) + whole + threadIdx.x);
     V next[kSplitPieces];
 #pragma unroll
@@ -66,7 +66,7 @@ class Chunk {
       if (inside(j)) load_granule(held[j], x - offset + j * kStep, end);
       if (inside(j) && offset != 0) load_granule(next[j], x - offset + j * kStep + kAccess, end);
     }
-    if constexpr (kRows == Rows::kShifted) {
+    if constexpr (kRows == RowLayout::kShifted) {
 #pragma unroll
       for (int j = 0; j < kSplitPieces; ++j) held[j] = shift(held[j], next[j], offset);
     }
@@ -76,7 +76,7 @@ class Chunk {
   __device__ __forceinline__ int column(int j) const { return static_cast<int>(threadIdx.x) * kAccess + j * kStep; }
   __device__ __forceinline__ bool inside(int j) const { return column(j) < whole; }
   __device__ __forceinline__ bool has_tail() const {
-    return kRows == Rows::kShifted && static_cast<int>(threadIdx.x) < count - whole;
+    return kRows == RowLayout::kShifted && static_cast<int>(threadIdx.x) < count - whole;
   }
 
  private:
@@ -104,7 +104,7 @@ __device__ __forceinline__ Moments<Acc> merge(const Moments<Acc>& a, const Momen
 }
 
 // means, squares: [rows, chunks]
-template <typename Elem, Rows kRows>
+template <typename Elem, RowLayout kRows>
 __global__ void __launch_bounds__(kSplitThreads, split_blocks(kRows))
     split_moments(const NormRows p, AccOf<Elem>* means, AccOf<Elem>* squares, int64_t chunks) {
   using Acc = AccOf<Elem>;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kSplitThreads, split_blocks(kRows))
   }
 }
 
-// One block a row: thread t merges chunks t, t + 512, ... in order, then a tree over the threads.
+// One block a row: thread t merges chunks t, t + kSplitThreads, ... in order, then a tree over the threads.
 // Leaves the row's mean and rstd in element 0 of its [chunks] of means and squares.
 template <typename Elem>
 __global__ void __launch_bounds__(kSplitThreads)
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kSplitThreads)
   }
   if (threadIdx.x == 0) {
     const Acc mean = shared[0].mean;
-    const Acc rstd = reciprocal_sqrt(shared[0].squares + static_cast<Acc>(p.eps));
+    const Acc rstd = reciprocal_sqrt(shared[0].squares + p.eps_as(Acc()));
     means[0] = mean;
     squares[0] = rstd;
     if (p.mean) {
@@ -190,12 +190,12 @@ class AnyPlace {
 };
 
 template <typename Elem, typename Param>
-__global__ void __launch_bounds__(kSplitThreads, split_blocks(Rows::kWhole))
+__global__ void __launch_bounds__(kSplitThreads, split_blocks(RowLayout::kWhole))
     split_normalize_whole(const NormRows p, const AccOf<Elem>* means, const AccOf<Elem>* rstds, int64_t chunks) {
   using Acc = AccOf<Elem>;
   constexpr int kAccess = kMaxAccessBytes / static_cast<int>(sizeof(Elem));
   wait_for_previous_kernel();
-  const Chunk<Elem, Rows::kWhole> chunk(p, gridDim.x - 1 - blockIdx.x, chunks);
+  const Chunk<Elem, RowLayout::kWhole> chunk(p, gridDim.x - 1 - blockIdx.x, chunks);
   Elem* y = static_cast<Elem*>(p.y) + chunk.row * p.cols + chunk.begin;  // [count]
   const Param* weight = static_cast<const Param*>(p.weight);             // [cols] or null
   const Param* bias = static_cast<const Param*>(p.bias);                 // [cols] or null

@@ -179,6 +179,10 @@ def test_needs_no_cuda_library_and_no_python():
 
 def test_has_no_path_of_the_machine_that_built_it():
     assert [*dynamic_entries("DT_RPATH"), *dynamic_entries("DT_RUNPATH")] == []
+    # Checks of torch's and of ours name their source by __FILE__: it stays, less the folders before it.
+    sources = set(re.findall(rb"(?<=\0)[^\0-\x1f]+\.(?:cpp|cc|c|cuh|cu|hpp|h)(?=\0)", LIBRARY.read_bytes()))
+    assert {name for name in sources if name.startswith(b"/")} == set()
+    assert b"torch/csrc/stable/library.h" in sources
 
 
 def test_takes_of_torch_only_its_stable_abi():

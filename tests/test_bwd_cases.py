@@ -1,5 +1,5 @@
-"""Backward faults that users of other LayerNorm kernels have met, each a test named after the fault; those of autograd,
-compilers and streams stand with their kind in the other files."""
+"""Backward faults that users of other LayerNorm kernels have met (FAULTS.md), each a test named after the fault; those
+of autograd, compilers and streams stand with their kind in the other files."""
 
 import math
 

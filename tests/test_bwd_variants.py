@@ -79,7 +79,9 @@ def test_every_compiled_variant_is_reached(cuda):
         torch.cuda.synchronize()
     names = {event.name for event in profile.events()}
     if not any("fastln" in name for name in names):
-        pytest.skip("torch's profiler sees no kernel here")
+        pytest.skip("torch's profiler sees no kernel here: it needs CUPTI, and leave to use it")
     compiled = compiled_variants()
-    assert len(compiled) > 100
+    # Both sets are what TEMPLATE and compiled_variants() recognize. A kernel that they lose is missing from both; only
+    # a floor just below today's count (118) tells.
+    assert len(compiled) >= 110
     assert {match[1] for name in names if (match := TEMPLATE.search(name))} == compiled

@@ -1,4 +1,4 @@
-"""Numeric faults that users of other LayerNorm kernels have met, each a test named after the fault."""
+"""Numeric faults that users of other LayerNorm kernels have met (FAULTS.md), each a test named after the fault."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Faults of shape, size and layout that users of other LayerNorm kernels have met, each named after the fault."""
+"""Faults of shape, size and layout that users of other LayerNorm kernels have met (FAULTS.md), each a test named after
+the fault."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Forward faults that users of other LayerNorm kernels have met, each a test of fastln.layer_norm named after the
-fault; those of layouts, streams, compilers and very large tensors stand with their kind in the other files."""
+"""Forward faults that users of other LayerNorm kernels have met (FAULTS.md), each a test of fastln.layer_norm named
+after the fault; those of layouts, streams, compilers and very large tensors stand with their kind elsewhere."""
 
 import math
 

@@ -207,8 +207,10 @@ def test_every_compiled_variant_is_reached(cuda):
         torch.cuda.synchronize()
     names = {event.name for event in profile.events()}
     if not any("fastln" in name for name in names):
-        pytest.skip("torch's profiler sees no kernel here")
+        pytest.skip("torch's profiler sees no kernel here: it needs CUPTI, and leave to use it")
     launched = {match[1] for name in names if (match := TEMPLATE.search(name))}
     compiled = compiled_variants()
-    assert len(compiled) > 50
+    # Both sets are what TEMPLATE and compiled_variants() recognize. A kernel that they lose is missing from both; only
+    # a floor just below today's count (about 310) tells.
+    assert len(compiled) >= 300
     assert launched == compiled

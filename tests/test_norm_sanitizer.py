@@ -1,7 +1,7 @@
 """The subset of fastln.layer_norm for compute-sanitizer, which is slow: about a hundred calls, each of few rows.
 
 Under PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an allocation of its own, so that an access past its end
-is seen (case 27 of the list of known faults).
+is seen (27 in FAULTS.md).
 """
 
 import pytest

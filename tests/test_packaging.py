@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -131,6 +132,7 @@ def test_build_info_tells_archs_and_versions():
     entries = info["arch_list"].split(";")
     assert info["archs"] == [entry.removesuffix("+PTX") for entry in entries]
     assert info["ptx"] == [entry.removesuffix("+PTX") for entry in entries if entry.endswith("+PTX")]
+    assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?|unknown", info["commit"])
     assert re.fullmatch(r"\d+\.\d+\.\d+", info["nvcc"])
     assert re.match(r"\d+\.\d+", info["torch_built"])
     assert info["torch_target"] == "2.10"
@@ -152,10 +154,31 @@ def checkout():
     return ROOT
 
 
-def test_sdist_holds_all_that_a_build_needs(checkout, tmp_path):
+def source_files(checkout, *more):
+    """What git tracks, and `more` of its options; in an unpacked sdist, which is no checkout, what that was made of."""
+    if (checkout / ".git").exists():
+        names = git(checkout, "ls-files", "-z", "--cached", *more).split("\0")
+    else:
+        listed = (checkout / "fastln.egg-info" / "SOURCES.txt").read_text().splitlines()
+        names = [name for name in listed if not name.startswith("fastln.egg-info/")]
+    return {name for name in names if (checkout / name).is_file()}
+
+
+def test_sdist_holds_the_whole_checkout_so_that_make_lint_test_works_from_it(checkout, tmp_path):
+    sources = source_files(checkout)
+    assert {"setup.py", "Makefile", "src/build_info.cpp", "tests/test_packaging.py"} <= sources
+    # A copy: setuptools takes up again whatever it listed in an earlier fastln.egg-info.
+    made = ("fastln/libfastln.so", "tests/__pycache__/conftest.pyc", "build/wheel.log")
+    for name in (*source_files(checkout, "--others", "--exclude-standard"), *made):
+        path = tmp_path / "copy" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name in made:
+            path.touch()
+        else:
+            shutil.copy(checkout / name, path)
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, checkout],
-        cwd=tmp_path,  # the checkout has a folder named build
+        [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, tmp_path / "copy"],
+        cwd=tmp_path,  # the copy has a folder named build
         capture_output=True,
         text=True,
     )
@@ -164,12 +187,87 @@ def test_sdist_holds_all_that_a_build_needs(checkout, tmp_path):
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / f"fastln-{fastln.__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ("src", "fastln", "build_tools", "tests", "bench")
-    wanted = {str(path.relative_to(checkout)) for folder in folders for path in (checkout / folder).glob("*.[ch]*")}
-    wanted |= {str(path.relative_to(checkout)) for folder in folders for path in (checkout / folder).glob("*.py")}
-    wanted |= {"setup.py", "pyproject.toml", "README.md", "LICENSE", "fastln/py.typed"}
-    assert wanted - names == set()
-    assert {name for name in names if name.endswith((".so", ".pyc"))} == set()
+    assert sources - names == set()
+    assert names & set(made) == set()
+
+
+# ------------------------------------------------------------------------------ the commit of a build
+
+
+def git(folder, *arguments):
+    """What git prints. The tests commit as nobody and sign nothing."""
+    if shutil.which("git") is None:
+        missing("git")
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false")
+    command = ["git", "-c", "safe.directory=*", *identity, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def commit_of(checkout, monkeypatch):
+    monkeypatch.syspath_prepend(str(checkout / "build_tools"))
+    return pytest.importorskip("commit").commit_of
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with a file, committed."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    (folder / "file").write_text("one")
+    git(folder, "add", "file")
+    git(folder, "commit", "--quiet", "--message", "one")
+    return folder
+
+
+def test_commit_is_that_of_the_checkout_in_12_digits(commit_of, repository):
+    digits = commit_of(repository)
+    assert re.fullmatch(r"[0-9a-f]{12}", digits)
+    assert git(repository, "rev-parse", "HEAD").startswith(digits)
+    (repository / "untracked").touch()
+    os.utime(repository / "file", (0, 0))
+    assert commit_of(repository) == digits
+
+
+@pytest.mark.parametrize("change", ["edited", "staged", "deleted"])
+def test_commit_says_that_tracked_files_differ(commit_of, repository, change):
+    clean = commit_of(repository)
+    if change == "deleted":
+        (repository / "file").unlink()
+    else:
+        (repository / "file").write_text("two")
+    if change == "staged":
+        git(repository, "add", "file")
+    assert commit_of(repository) == f"{clean}-dirty"
+
+
+def test_commit_of_a_worktree_is_its_own(commit_of, repository):
+    worktree = repository.with_name("worktree")
+    git(repository, "worktree", "add", "--quiet", "--detach", worktree)
+    (worktree / "file").write_text("two")
+    git(worktree, "commit", "--quiet", "--all", "--message", "two")
+    assert git(worktree, "rev-parse", "HEAD").startswith(commit_of(worktree))
+    assert commit_of(worktree) != commit_of(repository)
+
+
+def test_commit_is_not_that_of_another_repository(commit_of, repository, tmp_path, monkeypatch):
+    inside = repository / "unpacked"
+    inside.mkdir()
+    assert commit_of(inside) == "unknown"
+    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
+    assert commit_of(inside) == "unknown"
+    own = commit_of(repository)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    assert commit_of(repository) == own != "unknown"
+
+
+def test_commit_is_unknown_without_one_and_without_git(commit_of, repository, tmp_path, monkeypatch):
+    assert commit_of(tmp_path) == "unknown"
+    git(tmp_path, "init", "--quiet")
+    assert commit_of(tmp_path) == "unknown"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit_of(repository) == "unknown"
 
 
 # ----------------------------------------------------------------------------- refusals of a build

@@ -87,11 +87,18 @@ def test_progress_goes_to_stderr_alone(finished):
     assert not any(line.startswith("[") for line in process.stdout.splitlines())
 
 
-def test_default_shapes_on_a_cpu_are_the_six_with_fewer_rows_and_it_says_so(tmp_path):
-    options = report.parse(["--device", "cpu"])
-    assert [cols for _, cols in options.shapes] == [cols for _, cols in report.SHAPES]
-    assert all(few < rows for (few, _), (rows, _) in zip(options.shapes, report.SHAPES, strict=True))
-    assert options.reduced
+def printed_header(capsys, *arguments):
+    options = report.parse(arguments)
+    report.print_header({"versions": report.versions(), "device": report.device_facts(options.device)}, options)
+    return capsys.readouterr().out
+
+
+def test_default_shapes_on_a_cpu_are_the_six_with_fewer_rows_and_it_says_so(capsys):
+    shapes = report.parse(["--device", "cpu"]).shapes
+    assert shapes == [(rows // 32, cols) for rows, cols in report.SHAPES]
+    said = "On a CPU the shapes have 1/32 of their usual rows."
+    assert said in printed_header(capsys, "--device", "cpu")
+    assert said not in printed_header(capsys, "--device", "cpu", "--shapes", "4096x512")
 
 
 def test_dtype_option_leaves_the_other_dtype_out(tmp_path):

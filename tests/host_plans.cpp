@@ -1,0 +1,86 @@
+// Checks of what the launchers work out on the host, for GPUs that no test machine has: no CUDA, no torch.
+// Prints one line for each thing that does not hold, and "checked N".
+#include <cstdint>
+#include <cstdio>
+#include <initializer_list>
+
+#include "arch_list.h"
+#include "norm_backward_shared.h"
+
+namespace fastln {
+namespace {
+
+int64_t checked = 0;
+
+// Shared memory of a multiprocessor and of a block as CUDA reports them.
+DeviceFacts gpu(int major, int minor, int sms, int64_t shared_kb) {
+  DeviceFacts facts;
+  facts.major = major;
+  facts.minor = minor;
+  facts.sms = sms;
+  facts.shared_bytes_sm = shared_kb * 1024;
+  facts.shared_bytes_block = (shared_kb - 1) * 1024;
+  facts.supported = true;
+  facts.has_hopper_code = major >= 9;
+  return facts;
+}
+
+void check_backward(const DeviceFacts& device, int64_t rows, int64_t cols, int element_bytes, bool dx, bool sums) {
+  // As backward_max_cluster() has it.
+  const int max_cluster = device.has_hopper_code && device.shared_bytes_block >= 160 * 1024 ? kMaxCluster : 1;
+  const BackwardPlan plan = plan_backward(rows, cols, element_bytes, dx, sums, device, max_cluster);
+  const BackwardShared shared = backward_shared(plan, cols, element_bytes, sums && !plan.direct, device);
+  ++checked;
+  const bool fits = shared.bytes <= device.shared_bytes_block - kStaticSharedBytes &&
+                    plan.blocks_per_sm * (shared.bytes + kStaticSharedBytes) <= device.shared_bytes_sm;
+  const bool stages = shared.stages >= (plan.cluster > 1 ? 2 : 1) && shared.stages <= kMaxStages;
+  const bool block = plan.block >= plan.threads && plan.block % plan.threads == 0 && plan.block <= kBackwardThreads;
+  if (fits && stages && block) return;
+  std::printf("compute capability %d.%d, %d bytes an element, %lld rows of %lld columns, dx %d, sums %d: "
+              "%d threads of %d pieces in blocks of %d, %d stages, %lld bytes\n",
+              device.major, device.minor, element_bytes, static_cast<long long>(rows), static_cast<long long>(cols), dx,
+              sums, plan.threads, plan.pieces, plan.block, shared.stages, static_cast<long long>(shared.bytes));
+}
+
+void check_all_backwards() {
+  const DeviceFacts gpus[] = {gpu(8, 0, 108, 164), gpu(8, 6, 84, 100),   gpu(8, 9, 58, 100),
+                              gpu(9, 0, 132, 228), gpu(10, 0, 148, 228), gpu(12, 0, 170, 100)};
+  for (const DeviceFacts& device : gpus)
+    for (const int element_bytes : {2, 4, 8})
+      for (int64_t cols = 1; cols <= 300000; cols += cols < 20000 ? 1 : 997)
+        for (const int64_t rows : {1, 24, 100, 500, 1000, 3000, 100000})
+          for (const int asked : {1, 2, 3}) check_backward(device, rows, cols, element_bytes, asked & 1, asked & 2);
+}
+
+void check_code(const char* list, Arch gpu, int major) {
+  ++checked;
+  const int got = code_major(parse_archs(list), gpu);
+  if (got != major)
+    std::printf("code of '%s' on %d.%d: expected that of %d, got %d\n", list, gpu.major, gpu.minor, major, got);
+}
+
+void check_codes() {
+  const char* all = "8.0;8.6;8.9;9.0;10.0;12.0+PTX";
+  check_code(all, {7, 5}, 0);
+  check_code(all, {8, 0}, 8);
+  check_code(all, {8, 7}, 8);
+  check_code(all, {9, 0}, 9);
+  check_code(all, {10, 3}, 10);
+  check_code(all, {11, 0}, 0);
+  check_code(all, {12, 1}, 12);
+  check_code(all, {13, 0}, 12);
+  check_code("8.0+PTX", {9, 0}, 8);  // which knows neither clusters nor dependent launch
+  check_code("8.0+PTX 9.0", {9, 0}, 9);
+  check_code("8.0+PTX 9.0", {10, 0}, 8);
+  check_code("9.0+PTX;8.6", {8, 6}, 8);
+  check_code("9.0+PTX;8.6", {8, 0}, 0);
+}
+
+}  // namespace
+}  // namespace fastln
+
+int main() {
+  fastln::check_codes();
+  fastln::check_all_backwards();
+  std::printf("checked %lld\n", static_cast<long long>(fastln::checked));
+}
