@@ -1,6 +1,6 @@
 """Builds fastln/libfastln.so: one shared library for every Python and every torch >= 2.10.
 
-It sees of torch the libtorch stable ABI alone, and holds the CUDA runtime. It is no Python module:
+It needs of torch the libtorch stable ABI alone, and holds the CUDA runtime. It is no Python module:
 fastln/_library.py loads it. Metadata is in pyproject.toml, the checks in build_tools/preflight.py.
 """
 

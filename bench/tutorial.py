@@ -1,4 +1,5 @@
-"""What the code of the tutorial that the kernels come from takes on an H200, to be compared with.
+"""What the kernels of the same names in LeetCUDA (github.com/xlite-dev/LeetCUDA, kernels/layer-norm), a tutorial, take
+on an H200, to be compared with.
 
 Device microseconds a call, cold, measured once with the method of fastln/_timing.py (torch 2.11, CUDA 13,
 driver 580). Its kernels take weight and bias as two scalars, so our `.scalar` overloads are their

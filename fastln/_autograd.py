@@ -9,6 +9,7 @@ differentiates.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,8 +19,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from fastln import _formula
-from fastln._norm_fakes import check
-from fastln._transforms import dispatch_modes, in_derivative, in_dual_level, in_functorch, requires_grad
+from fastln._library import registrations
+from fastln._norm_fakes import check, check_bwd, stats_dtype
+from fastln._transforms import (
+    dispatch_modes,
+    has_tangent_in_graph,
+    in_derivative,
+    in_dual_level,
+    in_functorch,
+    is_differentiated_otherwise,
+    needs_backward,
+    requires_grad,
+)
 
 _op = torch.ops.fastln.layer_norm.default
 _fwd = torch.ops.fastln.layer_norm_fwd.default
@@ -28,6 +39,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _NEGATIVE = torch._C.DispatchKey.Negative
 _PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of tensors that have no dispatch of their own."""
 # A later torch may no longer have these; then autograd in Python records every call.
 _include = getattr(torch._C, "_dispatch_tls_set_dispatch_key_included", None)
 _hooks_on_saved_tensors = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -44,12 +56,12 @@ def run(overload, *args, **kwargs):
 _TRACED_KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 
 
-def register(registrations: torch.library.Library, op, twin, traced: Callable) -> None:
-    """Gives ``op``, whose gate in C++ takes plain tensors, ``traced`` for the others: fake and meta tensors, and every
+def register(op, twin, kernel: Callable) -> None:
+    """Gives ``op``, whose gate in C++ takes plain tensors, ``kernel`` for the others: fake and meta tensors, and every
     tensor while the Python dispatcher traces. Its private ``twin`` is called from below autograd alone."""
-    registrations.impl(op, traced, "AutogradMeta")
+    registrations.impl(op, kernel, "AutogradMeta")
     for key in _TRACED_KEYS:
-        op.py_impl(getattr(torch._C.DispatchKey, key))(traced)
+        op.py_impl(getattr(torch._C.DispatchKey, key))(kernel)
     registrations.impl(twin, torch.library.fallthrough_kernel, "Autograd")
 
 
@@ -74,15 +86,6 @@ def behind_gate(function: Callable) -> Callable:
     return call
 
 
-def needs_backward(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether autograd is to record a call with these; outside transforms, and cheaper than ``requires_grad``."""
-    return torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
-
-
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -97,6 +100,8 @@ def layer_norm(
             return _formula.layer_norm(input, normalized_shape, weight, bias, eps)
     elif needs_backward(input, weight, bias):
         return recorded(input, normalized_shape, weight, bias, eps)
+    elif has_tangent_in_graph(input, weight, bias):
+        return _formula.layer_norm(input, normalized_shape, weight, bias, eps)
     return run(_op, input, normalized_shape, weight, bias, eps)
 
 
@@ -111,7 +116,7 @@ def recorded(
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)
         finally:
             _include(_NEGATIVE, False)
-    return LayerNorm.apply(input, normalized_shape, weight, bias, eps)
+    return RecordedLayerNorm.apply(input, normalized_shape, weight, bias, eps)
 
 
 def _suits_torch(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -182,29 +187,69 @@ def _replace_derivative(node: torch.autograd.graph.Node) -> None:
     node.register_hook(second)
 
 
-class LayerNorm(torch.autograd.Function):
+class RecordedLayerNorm(torch.autograd.Function):
     """layer_norm_fwd, and layer_norm_bwd on the way back. Saves input, mean, rstd and weight."""
 
     @staticmethod
     def forward(ctx, input, normalized_shape, weight, bias, eps):
-        with _BelowAutograd():
-            y, mean, rstd = _fwd._op(input, normalized_shape, weight, bias, eps)
-        ctx.save_for_backward(input, mean, rstd, weight)
-        ctx.normalized_shape = tuple(normalized_shape)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.eps = eps
-        return y
+        try:
+            return _forward(ctx, input, normalized_shape, weight, bias, eps)[0]
+        except RuntimeError:  # which names layer_norm_fwd
+            check(input, normalized_shape, weight, bias)
+            raise
 
     @staticmethod
     def backward(ctx, grad_out):
-        input, mean, rstd, weight = ctx.saved_tensors
-        of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
-        mask = (of_input, of_weight, of_bias)
-        if backward_is_differentiated():
-            grads = _formula.gradients(grad_out, input, ctx.normalized_shape, weight, ctx.eps, mask)
-        else:
-            grads = gradients(grad_out, input, ctx.normalized_shape, mean, rstd, weight, ctx.bias_dtype, mask)
-        return grads[0], None, grads[1], grads[2], None
+        dx, dweight, dbias = _backward(ctx, grad_out)
+        return dx, None, dweight, dbias, None
+
+
+class RecordedLayerNormFwd(torch.autograd.Function):
+    """The same, with mean and rstd as outputs that are differentiable too."""
+
+    @staticmethod
+    def forward(ctx, input, normalized_shape, weight, bias, eps):
+        ctx.set_materialize_grads(False)
+        return _forward(ctx, input, normalized_shape, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_mean, grad_rstd):
+        dx, dweight, dbias = (None, None, None) if grad_out is None else _backward(ctx, grad_out)
+        if ctx.needs_input_grad[0] and (grad_mean is not None or grad_rstd is not None):
+            of_stats = _gradient_of_statistics(ctx, grad_mean, grad_rstd)
+            dx = of_stats if dx is None else dx + of_stats
+        return dx, None, dweight, dbias, None
+
+
+def _forward(ctx, input, normalized_shape, weight, bias, eps):
+    with _BelowAutograd():
+        outputs = _fwd._op(input, normalized_shape, weight, bias, eps)
+    ctx.save_for_backward(input, outputs[1], outputs[2], weight)
+    ctx.normalized_shape = tuple(normalized_shape)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.eps = eps
+    return outputs
+
+
+def _backward(ctx, grad_out):
+    input, mean, rstd, weight = ctx.saved_tensors
+    of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
+    mask = (of_input, of_weight, of_bias)
+    if backward_is_differentiated():
+        return _formula.gradients(grad_out, input, ctx.normalized_shape, weight, ctx.eps, mask)
+    return gradients(grad_out, input, ctx.normalized_shape, mean, rstd, weight, ctx.bias_dtype, mask)
+
+
+def _gradient_of_statistics(ctx, grad_mean: Tensor | None, grad_rstd: Tensor | None) -> Tensor:
+    """By the input, in the dtype of the sums: dmean/dx = 1/K, drstd/dx = -rstd^2 * xhat / K."""
+    input = ctx.saved_tensors[0]
+    xhat, rstd = _formula._normalised(input.to(stats_dtype(input)), ctx.normalized_shape, ctx.eps)
+    total = torch.zeros_like(xhat)
+    if grad_mean is not None:
+        total = total + grad_mean
+    if grad_rstd is not None:
+        total = total - grad_rstd * rstd.square() * xhat
+    return total / math.prod(ctx.normalized_shape)
 
 
 def backward_is_differentiated() -> bool:
@@ -227,3 +272,116 @@ def gradients(
     # The op asks the bias for its dtype alone, so that a weight of the same one can stand in for it.
     like_bias = weight if weight is not None and weight.dtype == bias_dtype else None
     return run(_bwd, grad_out, input, normalized_shape, mean, rstd, weight, like_bias, mask)
+
+
+# --------------------------------------------------------------------------- the ops beneath layer_norm
+
+
+def layer_norm_fwd(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op, recorded for whichever derivative is under way."""
+    if in_dual_level() or in_functorch():
+        if is_differentiated_otherwise(input, weight, bias) or requires_grad(input, weight, bias):
+            check(input, normalized_shape, weight, bias, "layer_norm_fwd")
+            return _formula_with_statistics(input, normalized_shape, weight, bias, eps)
+    elif needs_backward(input, weight, bias):
+        return RecordedLayerNormFwd.apply(input, normalized_shape, weight, bias, eps)
+    elif has_tangent_in_graph(input, weight, bias):
+        return _formula_with_statistics(input, normalized_shape, weight, bias, eps)
+    return run(_fwd, input, normalized_shape, weight, bias, eps)
+
+
+def _formula_with_statistics(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = _formula.layer_norm(input, normalized_shape, weight, bias, eps)
+    wide = input.to(stats_dtype(input))
+    mean = wide.mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
+    return y, mean, _formula._normalised(wide, normalized_shape, eps)[1]
+
+
+class RecordedLayerNormBwd(torch.autograd.Function):
+    """layer_norm_bwd, whose own derivative is that of the formula, by mean and rstd too."""
+
+    @staticmethod
+    def forward(ctx, grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad_out, input, mean, rstd, weight, bias)
+        ctx.normalized_shape, ctx.mask = tuple(normalized_shape), tuple(output_mask)
+        with _BelowAutograd():
+            return _bwd._op(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        places = (0, 1, 3, 4, 5, 6)
+        wanted = [ctx.needs_input_grad[place] for place in places]
+        with torch.enable_grad():
+            # Views, so that what one of them may owe to another is not differentiated here.
+            seen = [t if t is None else t.view_as(t) for t in ctx.saved_tensors]
+            outputs = _formula_of_bwd(*seen[:2], ctx.normalized_shape, *seen[2:], ctx.mask)
+        pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None]
+        pairs = [(y, g) for y, g in pairs if y.requires_grad]
+        by_place = dict.fromkeys(range(8))
+        if pairs:
+            sources = [t for t, is_wanted in zip(seen, wanted, strict=True) if is_wanted]
+            found = torch.autograd.grad(
+                [y for y, _ in pairs],
+                sources,
+                [g for _, g in pairs],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+            by_place |= zip((p for p, is_wanted in zip(places, wanted, strict=True) if is_wanted), found, strict=True)
+        return tuple(by_place.values())
+
+
+def _formula_of_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, mask):
+    """What layer_norm_bwd computes, of mean and rstd as they are given."""
+    wide, leading = stats_dtype(input), input.dim() - len(normalized_shape)
+    dims, of_rows = tuple(range(leading, input.dim())), [*input.shape[:leading], *[1] * len(normalized_shape)]
+    dy, mean, rstd = grad_out.to(wide), mean.reshape(of_rows), rstd.reshape(of_rows)
+    xhat = (input.to(wide) - mean) * rstd
+    dx = dweight = dbias = None
+    if mask[0]:
+        g = dy if weight is None else dy * weight.to(wide)
+        dx = rstd * (g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True))
+        dx = dx.to(input.dtype)
+    if mask[1]:
+        dweight = _formula._sum(dy * xhat, tuple(range(leading))).to(wide if weight is None else weight.dtype)
+    if mask[2]:
+        dbias = _formula._sum(dy, tuple(range(leading))).to(wide if bias is None else bias.dtype)
+    return dx, dweight, dbias
+
+
+def layer_norm_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    """The op, recorded for whichever derivative is under way."""
+    args = grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask
+    tensors = grad_out, input, mean, rstd, weight, bias
+    if in_dual_level() or in_functorch():
+        if is_differentiated_otherwise(*tensors) or requires_grad(*tensors):
+            check_bwd(*args)
+            return _formula_of_bwd(*args)
+    elif requires_grad(*tensors):
+        return RecordedLayerNormBwd.apply(*args)
+    elif has_tangent_in_graph(*tensors):
+        return _formula_of_bwd(*args)
+    return run(_bwd, *args)
+
+
+def _register() -> None:
+    ops = torch.ops.fastln
+    register(_op, ops._layer_norm.default, layer_norm)
+    register(_fwd, ops._layer_norm_fwd.default, layer_norm_fwd)
+    register(_bwd, ops._layer_norm_bwd.default, layer_norm_bwd)
+    # Where the gates in C++ send plain tensors in grad mode.
+    for name, function in (
+        ("_layer_norm_with_grad", behind_gate(layer_norm)),
+        ("_layer_norm_fwd_with_grad", behind_gate(layer_norm_fwd)),
+        ("_layer_norm_bwd_with_grad", behind_gate(layer_norm_bwd)),
+        ("_layer_norm_bwd_recorded", put_right),
+    ):
+        registrations.impl(name, function, "CompositeImplicitAutograd")
+
+
+_register()

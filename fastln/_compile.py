@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastln._autograd import needs_backward
+from fastln import _formula
+from fastln._autocast import autocast_arguments
 from fastln._norm_fakes import FLOATING, stats_dtype
 from fastln._refuse import check_types
+from fastln._transforms import in_derivative, needs_backward
 
 _MODES = ("op", "inductor")
 _op = torch.ops.fastln.layer_norm.default
@@ -42,7 +44,8 @@ def set_compile_mode(inference: str | None = None, training: str | None = None) 
     ``"op"`` calls our kernel, which Inductor cannot fuse with its neighbours. ``"inductor"`` leaves the layer norm to
     Inductor, as ``F.layer_norm`` is, which can. At first inference is left to Inductor and training is not, as measured
     best on whole models. Compiled code follows a change by compiling anew; eager code,
-    ``torch.export`` and calls of ``torch.ops.fastln.layer_norm`` always run our kernel.
+    ``torch.export`` and calls of ``torch.ops.fastln.layer_norm`` always run our kernel, and derivatives that a compiled
+    function takes by ``torch.func`` or forward mode always go through our formula.
 
     The environment variable ``FASTLN_COMPILE`` does the same from the start of the process, as in
     ``FASTLN_COMPILE=inductor`` or ``FASTLN_COMPILE=inference=inductor,training=op``.
@@ -66,7 +69,7 @@ def set_compile_mode(inference: str | None = None, training: str | None = None) 
     return before
 
 
-def traced(
+def layer_norm_in_graph(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``fastln.layer_norm`` while torch.compile or torch.export traces it."""
@@ -74,11 +77,16 @@ def traced(
         check_types("layer_norm", input, normalized_shape, weight, bias, eps)
     if input.is_nested:  # as in eager
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    if _in_derivative() and _is_good(input, normalized_shape, weight, bias):
+        # As in eager. Of torch's own layer norm the higher derivatives are wrong, and in forward mode it has none here.
+        input, weight, bias = autocast_arguments(input, weight, bias)
+        return _formula.layer_norm(input, normalized_shape, weight, bias, eps)
     mode = _mode.training if needs_backward(input, weight, bias) else _mode.inference
     # Its public reader, is_exporting(), is always true to Dynamo of torch 2.11.
     exporting = torch.compiler._is_exporting_flag
     if mode == "op" or exporting or not _is_good(input, normalized_shape, weight, bias):
         return _op(input, normalized_shape, weight, bias, eps)  # which refuses what is not good
+    input, weight, bias = autocast_arguments(input, weight, bias)  # before the dtypes are looked at, as in eager
     dtype = input.dtype
     if any(t is not None and t.dtype != dtype for t in (weight, bias)):  # more than F.layer_norm takes
         wide = stats_dtype(input)
@@ -87,10 +95,19 @@ def traced(
     return torch.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
+def _in_derivative() -> bool:
+    return in_derivative()
+
+
+# Dynamo cannot trace the question. It need not: a graph is guarded by the transforms around it. (This is what
+# torch.compiler.assume_constant_result() does, which imports Dynamo first.)
+_in_derivative._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _have_usual_types(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps) -> bool:
     """What check_types() asks, less what every Dynamo has not learnt to trace of a symbolic size."""
     tensors = (input, *(t for t in (weight, bias) if t is not None))
-    has_ints = isinstance(shape, (list, tuple)) and all(isinstance(size, int) for size in shape)
+    has_ints = isinstance(shape, (list, tuple)) and all(isinstance(s, int) and not isinstance(s, bool) for s in shape)
     return has_ints and isinstance(eps, float) and all(isinstance(t, Tensor) for t in tensors)
 
 

@@ -54,7 +54,7 @@ class Kernel:
 
     @property
     def twin(self) -> torch._ops.OpOverloadPacket:
-        """The same kernels under the private name that has no autograd (see ``src/bindings.cpp``)."""
+        """The same kernels under the private name that has no autograd (see ``src/bindings_named.cpp``)."""
         return getattr(torch.ops.fastln, f"_layer_norm_{self.name}")
 
 
@@ -71,6 +71,9 @@ def _load() -> ctypes.CDLL:
 
 
 library = _load()
+
+registrations = torch.library.Library("fastln", "IMPL")
+"""What Python gives the ops that the library defines; it holds as long as this object lives."""
 
 
 @functools.cache

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastln import _autograd, _formula
-from fastln._library import KERNELS, Kernel
+from fastln._library import KERNELS, Kernel, registrations
 from fastln._refuse import dtype_name, refuse
-from fastln._transforms import has_tangent, in_derivative, in_functorch
+from fastln._transforms import has_tangent_in_graph, in_functorch, is_differentiated_otherwise, needs_backward
 
 # -------------------------------------------------------------------------------------------- checks
 
@@ -134,7 +134,7 @@ class _Named(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         shape = input.shape[-1:]
         if ctx.scalar is not None:
-            weight = torch.full(shape, ctx.scalar, dtype=torch.float32, device=input.device)
+            weight = input.new_full(shape, ctx.scalar, dtype=torch.float32)  # a DTensor of a DTensor
         mask = ctx.needs_input_grad[1:4]
         if _autograd.backward_is_differentiated():
             grads = _formula.gradients(grad_out, input, shape, weight, ctx.eps, mask)
@@ -147,77 +147,76 @@ class _Named(torch.autograd.Function):
 _NO_RULE = "expected no derivative by forward mode or torch.func, which this op does not have, got one"
 
 
-def _without_rule(*tensors):
+def _has_no_rule(*tensors):
     """Whether a derivative that the op has no rule for is to be taken through any of these."""
-    return has_tangent(*tensors) or (in_functorch() and in_derivative())
+    if is_differentiated_otherwise(*tensors):
+        return True
+    # _Named refuses a tangent by itself, and to ask for one takes a microsecond a tensor.
+    return not in_functorch() and not needs_backward(*tensors[:3]) and has_tangent_in_graph(*tensors)
 
 
-def _differentiable(kernel, overload, input, weight, bias, eps):
-    tensors = [a for a in (input, weight, bias) if isinstance(a, Tensor)]
-    if _without_rule(*tensors):
-        _fail(kernel, _NO_RULE)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+def _recorded(overload, input, weight, bias, eps):
+    """The op, recorded for ``backward()``; outside what it has no rule for."""
+    if needs_backward(*(a for a in (input, weight, bias) if isinstance(a, Tensor))):
         return _Named.apply(overload, input, weight, bias, eps)
     return _autograd.run(overload, input, weight, bias, eps)
 
 
-def _out_needs_derivative(*tensors):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    return _without_rule(*tensors)
+def _out_is_differentiated(input, weight, bias, out):
+    return needs_backward(input, weight, bias) or needs_backward(out) or _has_no_rule(input, weight, bias, out)
 
 
-def _autograd_kernels(kernel: Kernel):
-    """The Autograd kernel of each overload, by the overload's name."""
+def _register_autograd(kernel: Kernel) -> None:
+    """The Autograd kernel of each overload, for the tensors that its gate in C++ does not take."""
+    op = kernel.op
 
     def default(input, weight=None, bias=None, eps=1e-5):
-        return _differentiable(kernel, kernel.op.default, input, weight, bias, eps)
+        if _has_no_rule(input, weight, bias):
+            _fail(kernel, _NO_RULE)
+        return _recorded(op.default, input, weight, bias, eps)
 
     def scalar(input, weight, bias, eps=1e-5):
-        return _differentiable(kernel, kernel.op.scalar, input, weight, bias, eps)
+        if _has_no_rule(input):
+            _fail(kernel, _NO_RULE)
+        return _recorded(op.scalar, input, weight, bias, eps)
 
     def out(input, weight=None, bias=None, eps=1e-5, *, out):
-        if _out_needs_derivative(input, weight, bias, out):
+        if _out_is_differentiated(input, weight, bias, out):
             _fail(kernel, _OUT_REFUSALS[1])
-        _autograd.run(kernel.op.out, input, weight, bias, eps, out=out)
+        _autograd.run(op.out, input, weight, bias, eps, out=out)
 
-    return {"default": default, "scalar": scalar, "out": out}
-
-
-# Registrations live as long as the Library object that made them.
-_registrations = torch.library.Library("fastln", "IMPL")
+    for overload, function in (("default", default), ("scalar", scalar), ("out", out)):
+        _autograd.register(getattr(op, overload), getattr(kernel.twin, overload), function)
 
 
-def _register() -> None:
-    by_index = []
-    for kernel in KERNELS:
-        _register_fakes(kernel, f"layer_norm_{kernel.name}")
-        _register_fakes(kernel, f"_layer_norm_{kernel.name}")
-        by_index.append(_autograd_kernels(kernel))
-        for overload, function in by_index[-1].items():
-            op = getattr(kernel.op, overload)
-            _autograd.register(_registrations, op, getattr(kernel.twin, overload), function)
+def _register_behind_gates() -> None:
+    """Where the gates send plain tensors in grad mode. They raise the errors, of which these tell them by what they
+    return: one raised here would lose its text on the way through C."""
+    ops = [kernel.op for kernel in KERNELS]
 
-    # The gate raises the errors, of which these tell it by what they return: one raised here would lose its text on
-    # the way through C.
     def with_grad(index, input, weight, bias, eps):
-        return None if _without_rule(input, weight, bias) else by_index[index]["default"](input, weight, bias, eps)
+        if _has_no_rule(input, weight, bias):
+            return None
+        return _recorded(ops[index].default, input, weight, bias, eps)
 
     def with_grad_scalar(index, input, weight, bias, eps):
-        return None if _without_rule(input) else by_index[index]["scalar"](input, weight, bias, eps)
+        return None if _has_no_rule(input) else _recorded(ops[index].scalar, input, weight, bias, eps)
 
     def with_grad_out(index, input, weight, bias, eps, out):
-        if _out_needs_derivative(input, weight, bias, out):
+        if _out_is_differentiated(input, weight, bias, out):
             return 1
         refusal = _overlap_refusal(out, input, weight, bias)
         if refusal == 0:
-            by_index[index]["out"](input, weight, bias, eps, out=out)
+            _autograd.run(ops[index].out, input, weight, bias, eps, out=out)
         return refusal
 
-    # Where the gate sends a plain tensor in grad mode.
-    _registrations.impl("_with_grad", _autograd.behind_gate(with_grad), "CompositeImplicitAutograd")
-    _registrations.impl("_with_grad.scalar", _autograd.behind_gate(with_grad_scalar), "CompositeImplicitAutograd")
-    _registrations.impl("_with_grad.out", with_grad_out, "CompositeImplicitAutograd")
+    registrations.impl("_with_grad", _autograd.behind_gate(with_grad), "CompositeImplicitAutograd")
+    registrations.impl("_with_grad.scalar", _autograd.behind_gate(with_grad_scalar), "CompositeImplicitAutograd")
+    registrations.impl("_with_grad.out", with_grad_out, "CompositeImplicitAutograd")
 
 
-_register()
+for _kernel in KERNELS:
+    _register_fakes(_kernel, f"layer_norm_{_kernel.name}")
+    _register_fakes(_kernel, f"_layer_norm_{_kernel.name}")
+    _register_autograd(_kernel)
+_register_behind_gates()

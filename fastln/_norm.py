@@ -1,31 +1,35 @@
-"""What ``fastln::layer_norm`` needs in Python: the function that models call, its plans, and autograd."""
+"""``fastln.layer_norm``, the function that models call."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fastln import _autograd
+from fastln import _negative as _negative  # what it registers for torch to find
 from fastln._autocast import autocast_arguments
-from fastln._compile import traced
-from fastln._library import library
-from fastln._norm_fakes import FLOATING
-from fastln._refuse import check_types, dtype_name, refuse
-from fastln._transforms import dispatch_modes, in_derivative, in_functorch, requires_grad
+from fastln._compile import layer_norm_in_graph
+from fastln._norm_fakes import check
+from fastln._plan import Plan as Plan
+from fastln._plan import force_plan as force_plan
+from fastln._plan import plan as plan
+from fastln._refuse import as_schema
+from fastln._transforms import dispatch_modes, in_dual_level, in_functorch, in_pre_dispatch
 
 _op = torch.ops.fastln.layer_norm.default
 _launch = torch.ops.fastln._layer_norm.default._op  # the same kernels, without autograd
-_is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = compiler.is_dynamo_compiling
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
+_is_jit_tracing = torch._C._is_tracing
 _in_dispatch_mode = dispatch_modes or (lambda: False)
+_TENSORS = _autograd._PLAIN
+_PARAMETERS = frozenset((*_TENSORS, type(None)))
+_SHAPES = frozenset((tuple, list, torch.Size))
 
 
 def layer_norm(
@@ -61,157 +65,75 @@ def layer_norm(
     Raises:
         RuntimeError: A dtype, shape or device does not fit, or the GPU's compute capability is not in this
             build; the message names what was expected and what came. Nothing has been launched then.
-        TypeError: An argument is of no type that it takes.
+        TypeError: An argument is of no type that ``F.layer_norm`` takes.
 
     On CUDA the kernel runs on the current stream of the input's device, and the bits of a row depend on its
     values, the number of columns, the dtype and the parameters alone: not on the batch, nor on the row's
     place, stride or alignment in it. On the CPU this is aten's kernel.
     """
     # A plain call costs little more than the op's launch: hence names bound once, and no further function but the one
-    # that launches.
-    if _is_compiling():
-        return traced(input, normalized_shape, weight, bias, eps)
+    # that launches. (The first condition is torch.compiler.is_compiling(), in the order that Dynamo needs.)
+    if _is_dynamo_compiling() or compiler._is_compiling_flag:
+        return layer_norm_in_graph(input, normalized_shape, weight, bias, eps)
     try:
         if has_torch_function_variadic(input, weight, bias):  # torch.fx for one, whose proxies are no tensors
-            arguments = (input, normalized_shape, weight, bias, eps)
-            return handle_torch_function(layer_norm, (input, weight, bias), *arguments)
-        if input.is_nested:  # torch has its own way with these
-            return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+            return _overridden(input, normalized_shape, weight, bias, eps)
+        if (
+            type(eps) is float
+            and type(normalized_shape) in _SHAPES
+            and type(normalized_shape[0]) is int
+            and type(input) in _TENSORS
+            and type(weight) in _PARAMETERS
+            and type(bias) in _PARAMETERS
+        ):
+            is_plain = True
+        else:
+            normalized_shape, eps = as_schema("layer_norm", input, normalized_shape, weight, bias, eps)
+            is_plain = type(input) in _TENSORS and type(weight) in _PARAMETERS and type(bias) in _PARAMETERS
         if _is_any_autocast_enabled():
             input, weight, bias = autocast_arguments(input, weight, bias)
-        if forward_ad._current_level >= 0 or in_functorch():  # as in_dual_level() says
-            return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+        if forward_ad._current_level >= 0 or in_functorch() or _is_jit_tracing():  # the first as in_dual_level() says
+            return _transformed(input, normalized_shape, weight, bias, eps)
         if _is_grad_enabled() and (
             input.requires_grad
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         ):
+            if input.is_nested:  # torch has its own way with these
+                return torch.layer_norm(input, normalized_shape, weight, bias, eps)
             return _autograd.recorded(input, normalized_shape, weight, bias, eps)
-        if _in_dispatch_mode():  # which is to see the op itself
-            return _op(input, normalized_shape, weight, bias, eps)
-        return _launch(input, normalized_shape, weight, bias, eps)
-    except (AttributeError, RuntimeError, TypeError):  # looked at only now, as it would take longer than the rest
-        check_types("layer_norm", input, normalized_shape, weight, bias, eps)
+        if is_plain and not _in_dispatch_mode():
+            return _launch(input, normalized_shape, weight, bias, eps)
+        if input.is_nested:
+            return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+        # A mode, or the tensor's own dispatch, is to see the op itself; not past the gate in C++, which knows sizes as
+        # plain integers alone.
+        return _autograd.run(_op, input, normalized_shape, weight, bias, eps)
+    except (AttributeError, LookupError, RuntimeError, TypeError):
+        # Looked at only now, as it would take longer than the rest. A private name may stand in what was raised.
+        shape, eps = as_schema("layer_norm", input, normalized_shape, weight, bias, eps)
+        if input.is_nested:  # and went the way of plain tensors, where no kernel takes it
+            return torch.layer_norm(input, shape, weight, bias, eps)
+        if len(shape) == 0:
+            check(input, shape, weight, bias)
         raise
 
 
-# ------------------------------------------------------------------------------------------- planning
+def _transformed(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """The call where a transform is under way, or torch.jit.trace."""
+    if input.is_nested:
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    if in_dual_level() or in_functorch():
+        return _autograd.layer_norm(input, normalized_shape, weight, bias, eps)
+    return _op(input, normalized_shape, weight, bias, eps)  # a trace knows no function of Python's, and no private twin
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The kernel variant that rows of one length and dtype get on a GPU.
-
-    Attributes:
-        pieces: Pieces of 16 bytes that a thread holds in registers; 0 if the row is cut into chunks instead, over
-            three launches.
-        threads: Threads of a row within a block; up to 32, several rows share a block.
-        cluster: Blocks that share a row through distributed shared memory.
-    """
-
-    pieces: int
-    threads: int
-    cluster: int
-
-
-def plan(
-    cols: int,
-    dtype: torch.dtype = torch.float16,
-    clusters: bool = True,
-    wide_blocks: bool = True,
-    wide_clusters: bool = True,
-) -> Plan:
-    """The variant that ``layer_norm`` picks for rows of ``cols`` elements.
-
-    It depends on nothing else, so a row's result is the same in every batch.
-
-    Args:
-        cols: Product of ``normalized_shape``, at least 1.
-        dtype: dtype of the input.
-        clusters: Whether the GPU has thread block clusters (compute capability 9.0 and later).
-        wide_blocks: Whether it runs blocks of 1024 threads for long rows (compute capability before 10.0).
-        wide_clusters: Whether its clusters may have 16 blocks, as they may on an H200; on a part of a GPU, or on one
-            with fewer than 16 multiprocessors side by side, they have at most 8.
-
-    Raises:
-        ValueError: ``cols`` is less than 1, or ``dtype`` is none that ``layer_norm`` takes.
-    """
-    if cols < 1:
-        raise ValueError(f"fastln.plan: expected cols of at least 1, got {cols}")
-    if dtype not in FLOATING:
-        raise ValueError(f"fastln.plan: expected float16, bfloat16, float32 or float64, got {dtype_name(dtype)}")
-    values = (ctypes.c_int32 * 3)()
-    max_cluster = 1 if not clusters else 16 if wide_clusters else 8
-    library.fastln_plan(ctypes.c_int64(cols), dtype.itemsize, max_cluster, wide_blocks, values)
-    return Plan(*values)
-
-
-def force_plan(text: str) -> None:
-    """Makes ``layer_norm`` use one variant wherever it can hold the row; for tests and for tuning.
-
-    The environment variable ``FASTLN_PLAN`` does the same from the start of the process.
-
-    Args:
-        text: ``"pieces=4,threads=128"``, optionally with ``cluster=2``; ``"split"`` for the row in chunks; or
-            ``""`` for none.
-
-    Raises:
-        ValueError: The text is none of these.
-    """
-    if text in ("", "split"):
-        library.fastln_force_plan(-1 if text == "" else 0, 0, 1)
-        return
-    try:
-        values = {"cluster": 1} | {key: int(value) for key, value in (part.split("=") for part in text.split(","))}
-        runnable = _runnable(**values)
-    except (ValueError, TypeError):
-        runnable = False
-    if not runnable:
-        raise ValueError(f'fastln: expected a plan like "pieces=4,threads=128", got "{text}"')
-    library.fastln_force_plan(values["pieces"], values["threads"], values["cluster"])
-
-
-def _runnable(pieces: int, threads: int, cluster: int) -> bool:
-    most = {4: 768, 8: 1024}.get(pieces, 512) if cluster == 1 else 512
-    whole_warps = threads % 32 == 0 and 32 <= threads <= most
-    if cluster > 1:
-        return cluster in (2, 4, 8, 16) and pieces == 8 and whole_warps
-    if threads in (1, 2, 4, 8, 16):
-        return cluster == 1 and pieces in (2, 3)
-    return cluster == 1 and pieces in (2, 3, 4, 5, 8) and whole_warps
-
-
-# ------------------------------------------------------------------------------------------- autograd
-
-
-# Registrations live as long as the Library object that made them.
-_registrations = torch.library.Library("fastln", "IMPL")
-
-
-def _register_without_derivative(name: str) -> None:
-    """An op that has no derivative runs where none is needed, and refuses where one is."""
-    overload = getattr(torch.ops.fastln, name).default
-
-    def is_differentiated(args):
-        return in_derivative() or requires_grad(*(a for a in args if isinstance(a, Tensor)))
-
-    def traced(*args):
-        if is_differentiated(args):
-            wanted = f"expected no argument of {name} to need a derivative, which layer_norm has"
-            refuse(name, f"{wanted}, got one that does")
-        return _autograd.run(overload, *args)
-
-    def gated(*args):
-        return (None, None, None) if is_differentiated(args) else _autograd.run(overload, *args)
-
-    _autograd.register(_registrations, overload, getattr(torch.ops.fastln, f"_{name}").default, traced)
-    _registrations.impl(f"_{name}_without_grad", gated, "CompositeImplicitAutograd")
-
-
-_autograd.register(_registrations, _op, torch.ops.fastln._layer_norm.default, _autograd.layer_norm)
-_registrations.impl("_layer_norm_with_grad", _autograd.behind_gate(_autograd.layer_norm), "CompositeImplicitAutograd")
-for _name in ("layer_norm_fwd", "layer_norm_bwd"):
-    _register_without_derivative(_name)
-_registrations.impl("_layer_norm_bwd_recorded", _autograd.put_right, "CompositeImplicitAutograd")
-
-force_plan(os.environ.get("FASTLN_PLAN", ""))
+def _overridden(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """The call as a mode of ``__torch_function__``, or a tensor with one of its own, has it."""
+    if in_pre_dispatch():  # make_fx's mode, which captures ops but looks into functions
+        return _op(input, normalized_shape, weight, bias, eps)
+    return handle_torch_function(layer_norm, (input, weight, bias), input, normalized_shape, weight, bias, eps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastln import _library  # noqa: F401  (defines the ops)
-from fastln._refuse import dtype_name, refuse
+from fastln._refuse import dtype_name, refuse, refuse_shape
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -48,13 +48,13 @@ def check(
     if len(shape) == 0:
         refuse(op, "expected normalized_shape of at least 1 dimension, got []")
     if input.dim() < len(shape) or list(input.shape[-len(shape) :]) != list(shape):
-        wanted = f"expected input whose last dimensions are normalized_shape {list(shape)}"
-        refuse(op, f"{wanted}, got shape {list(input.shape)}")
+        refuse_shape(op, shape, input.shape)
     _check_affine(op, "weight", weight, input, shape)
     _check_affine(op, "bias", bias, input, shape)
 
 
-def _check_bwd(grad_out, input, shape, mean, rstd, weight, bias, output_mask):
+def check_bwd(grad_out, input, shape, mean, rstd, weight, bias, output_mask) -> None:
+    """Raises RuntimeError for arguments that ``fastln::layer_norm_bwd`` does not take."""
     op = "layer_norm_bwd"
     if len(output_mask) != 3:
         refuse(op, f"expected output_mask of 3 booleans, got {len(output_mask)}")
@@ -88,7 +88,7 @@ torch.library.register_fake("fastln::_layer_norm", _fake)
 
 @torch.library.register_fake("fastln::layer_norm_fwd")
 def _fake_fwd(input, normalized_shape, weight, bias, eps):
-    check(input, normalized_shape, weight, bias)
+    check(input, normalized_shape, weight, bias, "layer_norm_fwd")
     stats = [*input.shape[: input.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
     return (
         input.new_empty(input.shape),
@@ -102,7 +102,7 @@ torch.library.register_fake("fastln::_layer_norm_fwd", _fake_fwd)
 
 @torch.library.register_fake("fastln::layer_norm_bwd")
 def _fake_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
-    _check_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask)
+    check_bwd(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask)
 
     def grad_of(parameter):
         dtype = stats_dtype(input) if parameter is None else parameter.dtype

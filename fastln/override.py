@@ -12,7 +12,8 @@ import torch
 
 from fastln._library import build_info, library
 
-# By way of PyDLL it keeps the GIL, so that no other thread starts a layer norm from Python meanwhile.
+# By way of PyDLL it keeps the GIL, so that no other thread starts a layer norm from Python meanwhile. (Threads of
+# autograd start a backward without it.)
 _fastln_override = ctypes.PyDLL(library._name).fastln_override
 _fastln_override.restype = ctypes.c_char_p
 
@@ -79,8 +80,10 @@ def override() -> Override:
             code for. Nothing has changed then.
 
     It is a switch of the process, not of the thread: other threads' layer norms run our kernels too while any
-    override is on. Switching is meant for the start of a program or a quiet moment: torch makes no promise
-    about ops that are called in the very instant in which their kernel changes.
+    override is on. **No thread may be inside a layer norm on CUDA, or the backward of one, when the first override
+    begins and when the last one ends**: torch changes its table of kernels without a lock, and a call that reads it in
+    that instant may crash the process. At the start of a program there is none, nor between two steps of a program that
+    trains in one thread: ``backward()`` returns when all of it is done.
     """
     return Override()
 

@@ -22,7 +22,7 @@ import fastln
 from fastln import _compare, _timing
 from fastln._compare import Contender
 
-#: The shapes (rows, cols) of the tutorial that the kernels come from.
+#: The shapes (rows, cols) of the tutorial (LeetCUDA) that the names of the kernels come from.
 SHAPES = ((4096, 512), (4096, 1024), (4096, 2048), (4096, 4096), (4096, 8192), (8192, 8192))
 OVERFLOW_SHAPE = (4096, 512)
 OVERFLOW_SCALE = 100

@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <type_traits>
 
 #include "tensors.h"
 
-// Two questions that the stable ABI has no function for. Weak: where a torch has no such function, the answer is no.
+// Two questions that the stable ABI has no function for. Weak, as a later torch may not have these either: then every
+// call goes to Python, which takes longer and is right.
 namespace torch::autograd {
 struct ForwardADLevel {
   // The level of forward-mode differentiation with that number, if somebody has entered it. There is but one, 0.
@@ -28,24 +28,35 @@ namespace fastln {
 
 inline bool in_dual_level() {
   constexpr auto level = &torch::autograd::ForwardADLevel::try_get_by_idx;
-  return level != nullptr && level(0) != nullptr;
+  return level == nullptr || level(0) != nullptr;
 }
 
 // Such a mode is to see the op itself, not its twin.
 inline bool in_dispatch_mode() {
   constexpr auto count = &c10::impl::TorchDispatchModeTLS::stack_len;
-  return count != nullptr && count() > 0;
+  return count == nullptr || count() > 0;
 }
 
-// Forward mode and torch.func differentiate without grad mode too.
+// Some tensors without memory are those of torch.func, whose derivative is taken without grad mode too, and some are to
+// see the op itself, as a mode does. (Those without elements are neither, and go along with them.)
+inline bool is_plain(const Tensor& t) { return memory_of(t) != nullptr; }
+inline bool is_plain(const OptionalTensor& t) { return !t || is_plain(*t); }
+inline bool is_plain(double) { return true; }
+
+// Forward mode differentiates without grad mode too.
 template <typename... Arguments>
 bool is_for_python(const Arguments&... arguments) {
-  const auto is_wrapped = [](const auto& argument) {
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(argument)>>) return false;
-    else return is_wrapper(argument);
-  };
-  return aoti_torch_grad_mode_is_enabled() || in_dual_level() || in_dispatch_mode() || (is_wrapped(arguments) || ...);
+  return aoti_torch_grad_mode_is_enabled() || in_dual_level() || in_dispatch_mode() || !(is_plain(arguments) && ...);
 }
+
+// What torch calls in the place of a gate where an argument is a nested tensor, whose sizes and memory C++ must not ask
+// for. kName gives the op's name.
+template <auto kName, auto kGate>
+struct ForNested;
+template <auto kName, typename Result, typename... Arguments, Result (*kGate)(Arguments...)>
+struct ForNested<kName, kGate> {
+  static Result refuse(Arguments...) { fail(kName(), "expected tensors that are not nested, got a nested one"); }
+};
 
 // The op, its private twin, and the op that its gate calls in Python, all of one signature.
 template <typename Library>

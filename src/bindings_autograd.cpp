@@ -15,15 +15,6 @@ namespace fastln {
 namespace {
 
 using torch::stable::detail::from;
-using torch::stable::detail::to;
-
-Tensor call_unary(const char* op, const Tensor& t) {
-  StableIValue stack[] = {from(t)};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
-  return to<Tensor>(stack[0]);
-}
-Tensor resolved(const Tensor& t) { return call_unary("aten::resolve_neg", t); }
-OptionalTensor resolved(const OptionalTensor& t) { return t ? OptionalTensor(resolved(*t)) : t; }
 
 // Whether `t` has the negative bit; if so it is resolved. (Of all that tells, only resolve_neg() is asked about the
 // tensor itself this far below Autograd. It copies where there is something to resolve, and else gives back `t`.)
@@ -35,15 +26,18 @@ bool resolve(Tensor& t) {
 }
 bool resolve(OptionalTensor& t) { return t && resolve(*t); }
 
-// Fake tensors have none.
-bool has_memory(const Tensor& t) { return !is_wrapper(t) && (t.const_data_ptr() != nullptr || t.numel() == 0); }
+// Fake tensors have none, nor have those that torch.compile traces with.
+bool has_memory(const Tensor& t) {
+  const void* data;
+  return torch_get_const_data_ptr(t.get(), &data) == AOTI_TORCH_SUCCESS && (data != nullptr || t.numel() == 0);
+}
 
 Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
   weight = present(weight);
   bias = present(bias);
   const bool is_ours = input.is_cuda() && has_memory(input) && !(resolve(input) | resolve(weight) | resolve(bias));
   if (!is_ours) return call_forward(kAtenForward, resolved(input), shape, resolved(weight), resolved(bias), eps);
-  const auto [y, mean, minus_rstd] = layer_norm_fwd_cuda(input, shape, weight, bias, eps, -1);
+  const auto [y, mean, minus_rstd] = layer_norm_fwd_cuda("layer_norm", input, shape, weight, bias, eps, -1);
   return {y, mean, call_unary("aten::_neg_view", minus_rstd)};
 }
 
@@ -65,7 +59,7 @@ Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tenso
   if (aoti_torch_grad_mode_is_enabled()) {  // create_graph: what torch has recorded of this call is put right
     const auto [dx, dweight, dbias] = grads;
     StableIValue stack[] = {from(some(dx)), from(some(dweight)), from(some(dbias))};
-    FASTLN_CHECK_TORCH(torch_call_dispatcher("fastln::_layer_norm_bwd_recorded", "", stack, TORCH_ABI_VERSION));
+    call_op("fastln::_layer_norm_bwd_recorded", "", stack);
   }
   return grads;
 }

@@ -70,15 +70,6 @@ ScalarType kernel_type(const Call& c) {
   return param_type(c.input, reads_own && writes_own);
 }
 
-// A copy of the rows in place of them, unless each begins at a multiple of `bytes`.
-void align_rows(Tensor& t, const void*& data, int64_t& stride, int64_t rows, int64_t cols, int64_t bytes) {
-  if (rows_are_aligned(data, rows, stride * static_cast<int64_t>(t.element_size()), bytes)) return;
-  const Tensor whole = as_contiguous(t);
-  t = whole.const_data_ptr() == data ? torch::stable::clone(whole) : whole;
-  data = t.const_data_ptr();
-  stride = cols;
-}
-
 void run_cuda(const Call& c, ScalarType type, const OptionalTensor& dx, const OptionalTensor& dweight,
               const OptionalTensor& dbias) {
   const int32_t device = c.input.get_device_index();
@@ -179,17 +170,20 @@ Triple gate(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor me
             OptionalTensor bias, std::vector<bool> mask) {
   check({grad_out, input, shape, mean, rstd, weight, bias, mask});
   const bool to_python = is_for_python(grad_out, input, mean, rstd, weight, bias);
-  const Triple grads = call_backward(to_python ? "fastln::_layer_norm_bwd_without_grad" : "fastln::_layer_norm_bwd",
-                                     grad_out, input, shape, mean, rstd, weight, bias, mask);
-  const auto& [dx, dweight, dbias] = grads;
-  if (dx.defined() != mask[0] || dweight.defined() != mask[1] || dbias.defined() != mask[2]) refuse_derivative(kOp);
-  return grads;
+  if (to_python) {
+    check_layouts(kOp, input, weight, bias);
+    check_layout(kOp, "grad_out", grad_out);
+    check_layout(kOp, "mean", mean);
+    check_layout(kOp, "rstd", rstd);
+  }
+  return call_backward(to_python ? "fastln::_layer_norm_bwd_with_grad" : "fastln::_layer_norm_bwd", grad_out, input,
+                       shape, mean, rstd, weight, bias, mask);
 }
 
 // -------------------------------------------------------------------------------------- registration
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
-  define_gated(m, "layer_norm_bwd", "_without_grad",
+  define_gated(m, "layer_norm_bwd", "_with_grad",
                "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd,"
                " Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 }
@@ -197,6 +191,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) { implement_gated(m, "layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cuda)); }
 STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) { implement_gated(m, "layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu)); }
 STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { m.impl("layer_norm_bwd", TORCH_BOX(&gate)); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, AutogradNestedTensor, m) {
+  constexpr auto refuse = &ForNested<[] { return kOp; }, &gate>::refuse;
+  m.impl("layer_norm_bwd", TORCH_BOX(refuse));
+}
 
 }  // namespace
 }  // namespace fastln

@@ -1,5 +1,6 @@
-// The torch side of the eight named ops: schemas, checks, launch, autograd gate. Torch is seen through
-// its stable ABI alone, so that one binary serves every torch >= 2.10.
+// The torch side of the eight named ops: schemas, checks, launch, autograd gate. Of torch it needs the stable ABI
+// alone, so that one binary serves every torch >= 2.10; what the gates ask beside it, they can do without
+// (autograd_gate.h).
 //
 // Each op has a public name, fastln::layer_norm_X, and a private twin fastln::_layer_norm_X that holds
 // the CPU and CUDA kernels. The public name's Autograd kernel is a gate (autograd_gate.h): where there is
@@ -67,7 +68,17 @@ void check_affine(const KernelEntry& k, const char* what, const Tensor& t, const
   if (!on_same_device(t, input)) fail(k.name, "expected ", what, " on ", device_text(input), ", got ", device_text(t));
 }
 
+void check_layouts(const KernelEntry& k, const Tensor& input, double, double) { check_layout(k.name, "input", input); }
+
+void check_layouts(const KernelEntry& k, const Tensor& input, const OptionalTensor& weight,
+                   const OptionalTensor& bias) {
+  check_layout(k.name, "input", input);
+  check_layout(k.name, "weight", weight);
+  check_layout(k.name, "bias", bias);
+}
+
 void check_out(const KernelEntry& k, const Tensor& out, const Tensor& input) {
+  check_layout(k.name, "out", out);
   const auto want = input.sizes(), got = out.sizes();
   if (!std::equal(want.begin(), want.end(), got.begin(), got.end()))
     fail(k.name, "expected out of shape ", list_text(want), ", got ", list_text(got));
@@ -77,25 +88,25 @@ void check_out(const KernelEntry& k, const Tensor& out, const Tensor& input) {
   if (!out.is_contiguous()) fail(k.name, "expected a contiguous out, got strides ", list_text(out.strides()));
 }
 
-// The bytes [first, last) that a tensor's elements lie in.
+// The bytes [first, last) that a tensor's elements lie in. None where it has no memory, and perhaps no strides either:
+// fakes look at theirs themselves.
 std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
-  const auto first = reinterpret_cast<uintptr_t>(t.const_data_ptr());
-  if (t.numel() == 0) return {first, first};
+  const auto first = reinterpret_cast<uintptr_t>(memory_of(t));
+  if (first == 0 || t.numel() == 0) return {first, first};
   int64_t last = 0;
   for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
   return {first, first + (last + 1) * t.element_size()};
 }
 
-// Fake tensors have no address; their fake looks at them.
 bool overlap(const Tensor& a, const Tensor& b) {
   const auto [a0, a1] = extent(a);
   const auto [b0, b1] = extent(b);
-  return a0 != 0 && b0 != 0 && std::max(a0, b0) < std::min(a1, b1);
+  return std::max(a0, b0) < std::min(a1, b1);
 }
 
 void check_overlap(const KernelEntry& k, const Tensor& out, const Tensor& input, const OptionalTensor& weight,
                    const OptionalTensor& bias) {
-  const bool in_place = input.const_data_ptr() == out.const_data_ptr() && input.is_contiguous();
+  const bool in_place = memory_of(input) == memory_of(out) && input.is_contiguous();
   if (!in_place && overlap(out, input)) fail(k.name, kOutOverlapsInput);
   if (weight && overlap(out, *weight)) fail(k.name, kOutOverlapsWeight);
   if (bias && overlap(out, *bias)) fail(k.name, kOutOverlapsBias);
@@ -216,13 +227,29 @@ void layer_norm_out(Tensor input, OptionalTensor weight, OptionalTensor bias, do
   run_affine(k, input, weight, bias, eps, out);
 }
 
+// ------------------------------------------------------------------------------------- negative bit
+
+// torch resolves tensors with the negative bit for ops that have no kernel for them. It takes what an op returns for
+// what was written to an `out`, and `.out` returns nothing: so this one does it, by way of a tensor without the bit.
+template <size_t kIndex>
+void negative_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps, Tensor out) {
+  using torch::stable::detail::from;
+  const KernelEntry& k = kKernels[kIndex];
+  check(k, input, weight, bias, out);
+  const Tensor target = resolved(out);
+  StableIValue stack[] = {from(resolved(input)), from(resolved(weight)), from(resolved(bias)), from(eps), from(target)};
+  call_op(k.twin, "out", stack);
+  // Without memory to tell it by, as for what torch.compile traces, it is copied in either case.
+  if (memory_of(target) == nullptr || memory_of(target) != memory_of(out)) torch::stable::copy_(out, target);
+}
+
 // ------------------------------------------------------------------------------------- autograd gate
 
 // The checks come before, because an error loses its text on the way back through the C interface.
 template <typename... Args>
 StableIValue call_twin(const KernelEntry& k, const char* overload, const Args&... args) {
   StableIValue stack[] = {torch::stable::detail::from(args)...};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher(k.twin, overload, stack, TORCH_ABI_VERSION));
+  call_op(k.twin, overload, stack);
   return stack[0];
 }
 
@@ -231,13 +258,17 @@ template <typename... Args>
 StableIValue call_python(size_t index, const char* overload, const Args&... args) {
   using torch::stable::detail::from;
   StableIValue stack[] = {from(static_cast<int64_t>(index)), from(args)...};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION));
+  check_torch(torch_call_dispatcher("fastln::_with_grad", overload, stack, TORCH_ABI_VERSION), kKernels[index].name);
   return stack[0];
 }
 
-template <typename... Args>
-StableIValue go_on(size_t index, const char* overload, const Args&... args) {
-  return is_for_python(args...) ? call_python(index, overload, args...) : call_twin(kKernels[index], overload, args...);
+template <typename Parameter>
+StableIValue go_on(size_t index, const char* overload, const Tensor& input, const Parameter& weight,
+                   const Parameter& bias, double eps) {
+  const KernelEntry& k = kKernels[index];
+  if (!is_for_python(input, weight, bias)) return call_twin(k, overload, input, weight, bias, eps);
+  check_layouts(k, input, weight, bias);
+  return call_python(index, overload, input, weight, bias, eps);
 }
 
 // Python returns no tensor where a derivative is to be taken that the op has no rule for.
@@ -263,12 +294,12 @@ template <size_t kIndex>
 void gate_out(Tensor input, OptionalTensor weight, OptionalTensor bias, double eps, Tensor out) {
   const KernelEntry& k = kKernels[kIndex];
   check(k, input, weight, bias, out);
-  // A fake has no address to check the overlap by: Python compares the storages.
-  const bool is_fake = out.numel() != 0 && out.const_data_ptr() == nullptr;
-  if (!is_for_python(input, weight, bias, out) && !is_fake) {
+  if (!is_for_python(input, weight, bias, out)) {
     call_twin(k, "out", input, weight, bias, eps, out);
     return;
   }
+  check_layouts(k, input, weight, bias);
+  // Fakes have no address to check the overlap by: Python compares the storages.
   // Told by number: only here can it be raised with its text.
   switch (torch::stable::detail::to<int64_t>(call_python(kIndex, "out", input, weight, bias, eps, out))) {
     case 0: return;
@@ -330,11 +361,35 @@ void implement_gate(Library& m) {
   });
 }
 
+void implement_gate_for_nested(Library& m) {
+  for_each_kernel([&](auto index) {
+    constexpr size_t kIndex = decltype(index)::value;
+    constexpr auto name = [] { return kKernels[kIndex].name; };
+    constexpr auto plain = &ForNested<name, &gate<kIndex>>::refuse;
+    constexpr auto scalar = &ForNested<name, &gate_scalar<kIndex>>::refuse;
+    constexpr auto out = &ForNested<name, &gate_out<kIndex>>::refuse;
+    const std::string op = kKernels[kIndex].name;
+    m.impl(op.c_str(), TORCH_BOX(plain));
+    m.impl((op + ".scalar").c_str(), TORCH_BOX(scalar));
+    m.impl((op + ".out").c_str(), TORCH_BOX(out));
+  });
+}
+
+void implement_negative(Library& m) {
+  for_each_kernel([&](auto index) {
+    constexpr size_t kIndex = decltype(index)::value;
+    for (const char* op : {kKernels[kIndex].name, kKernels[kIndex].twin})
+      m.impl((std::string(op) + ".out").c_str(), TORCH_BOX(&negative_out<kIndex>));
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) { define(m); }
 STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fastln, CUDA, m) { implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) { implement_gate(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, AutogradNestedTensor, m) { implement_gate_for_nested(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastln, Negative, m) { implement_negative(m); }
 
 }  // namespace fastln

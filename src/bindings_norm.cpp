@@ -2,8 +2,8 @@
 // returns the statistics. CUDA tensors get our kernels, CPU tensors aten's.
 //
 // As with the named ops (bindings_named.cpp), their Autograd kernels are gates (autograd_gate.h): where there is nothing
-// to differentiate they go on to the private twin in C++, else to Python. layer_norm's autograd there is
-// fastln/_autograd.py; layer_norm_fwd has none, and refuses.
+// to differentiate they go on to the private twin in C++, else to the autograd of fastln/_autograd.py.
+#include <atomic>
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
@@ -18,6 +18,7 @@ namespace fastln {
 namespace {
 
 constexpr const char* kOp = "layer_norm";
+constexpr const char* kFwd = "layer_norm_fwd";
 
 // Leading dimensions of the input, then ones: the shape that aten gives mean and rstd.
 std::vector<int64_t> stats_sizes(const Tensor& input, size_t row_dims) {
@@ -29,13 +30,20 @@ std::vector<int64_t> stats_sizes(const Tensor& input, size_t row_dims) {
 
 // ------------------------------------------------------------------------------------------ the plan
 
-// A plan to use instead of plan()'s wherever it can hold the row, for tests and tuning.
-std::optional<Plan> forced_plan;
+// A plan to use instead of plan()'s wherever it can hold the row, for tests and tuning; negative pieces for none. In one
+// word: threads read it while another one may write.
+struct ForcedPlan {
+  int16_t pieces = -1, cluster = 1;
+  int32_t threads = 0;
+};
+std::atomic<ForcedPlan> forced_plan;
+static_assert(decltype(forced_plan)::is_always_lock_free);
 
 Plan plan_for(int64_t cols, int element_bytes, int max_cluster, bool wide_blocks) {
   const Plan own = plan(cols, element_bytes, max_cluster, wide_blocks);
-  if (!forced_plan) return own;
-  const Plan forced = *forced_plan;
+  const auto [pieces, cluster, threads] = forced_plan.load(std::memory_order_relaxed);
+  if (pieces < 0) return own;
+  const Plan forced{pieces, threads, cluster};
   const bool shifted = cols * element_bytes % 16 != 0;
   const bool holds = static_cast<int64_t>(forced.pieces) * forced.threads * forced.cluster >= cols * element_bytes / 16;
   const bool fits = (wide_blocks || forced.threads <= 512) && forced.cluster <= max_cluster &&
@@ -58,8 +66,9 @@ ForwardLauncher launcher(ScalarType element, ScalarType param) {
   }
 }
 
-void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-              double eps, const Tensor& out, const Tensor* mean, const Tensor* rstd, int rstd_sign = 1) {
+void run_cuda(const char* op, const Tensor& input, size_t row_dims, const OptionalTensor& weight,
+              const OptionalTensor& bias, double eps, const Tensor& out, const Tensor* mean, const Tensor* rstd,
+              int rstd_sign = 1) {
   const int64_t cols = row_length(input, row_dims);
   const int64_t count = out.numel();
   if (count == 0) return;
@@ -69,14 +78,8 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
 
   const Plan how = plan_for(cols, static_cast<int>(input.element_size()), forward_max_cluster(facts), facts.major < 10);
   // The copies, if any, outlive the launch call.
-  auto stride = row_stride(input, row_dims);
+  const auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);
-  const bool whole_rows_only = how.cluster > 1 || how.threads > shifted_max_threads(how.pieces);
-  if (whole_rows_only &&
-      !(is_whole(x) && stride.value_or(cols) * static_cast<int64_t>(input.element_size()) % 16 == 0)) {
-    x = torch::stable::clone(as_contiguous(x));
-    stride = cols;
-  }
   const ScalarType type = param_type(input, is_own(weight, input) && is_own(bias, input));
   const OptionalTensor w = ready_whole(weight, type), b = ready_whole(bias, type);
   NormRows rows{};
@@ -90,6 +93,8 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   rows.rows = count / cols;
   rows.cols = cols;
   rows.x_stride = stride.value_or(cols);
+  const bool whole_rows_only = how.cluster > 1 || how.threads > shifted_max_threads(how.pieces);
+  if (whole_rows_only) align_rows(x, rows.x, rows.x_stride, rows.rows, cols);
   // Never rounded to zero: a constant row would come out as 0 * inf = NaN.
   rows.eps = eps > 0 ? std::max(eps, static_cast<double>(FLT_MIN)) : eps;
 
@@ -100,22 +105,22 @@ void run_cuda(const Tensor& input, size_t row_dims, const OptionalTensor& weight
   }
   const char* error = launcher(dtype_of(input), type)(
       rows, how, facts, workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device));
-  if (error) fail(kOp, "CUDA: ", error);
+  if (error) fail(op, "CUDA: ", error);
 }
 
 Tensor layer_norm_cuda(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                        double eps) {
   check_norm(kOp, input, shape, weight, bias);
   const Tensor out = empty_contiguous(input.sizes(), dtype_of(input), input);
-  run_cuda(input, shape.size(), weight, bias, eps, out, nullptr, nullptr);
+  run_cuda(kOp, input, shape.size(), weight, bias, eps, out, nullptr, nullptr);
   return out;
 }
 
 }  // namespace
 
-Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                           double eps, int rstd_sign) {
-  check_norm(kOp, input, shape, weight, bias);
+Triple layer_norm_fwd_cuda(const char* op, const Tensor& input, IntList shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int rstd_sign) {
+  check_norm(op, input, shape, weight, bias);
   const Tensor out = empty_contiguous(input.sizes(), dtype_of(input), input);
   const auto sizes = stats_sizes(input, shape.size());
   const Tensor mean = empty_contiguous(sizes, stats_type(input), input);
@@ -124,7 +129,7 @@ Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTen
     torch::stable::fill_(mean, 0);
     torch::stable::fill_(rstd, std::nan(""));
   }
-  run_cuda(input, shape.size(), weight, bias, eps, out, &mean, &rstd, rstd_sign);
+  run_cuda(op, input, shape.size(), weight, bias, eps, out, &mean, &rstd, rstd_sign);
   return {out, mean, rstd};
 }
 
@@ -132,7 +137,7 @@ namespace {
 
 Triple layer_norm_fwd(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                       double eps) {
-  return layer_norm_fwd_cuda(input, shape, weight, bias, eps, 1);
+  return layer_norm_fwd_cuda(kFwd, input, shape, weight, bias, eps, 1);
 }
 
 // ---------------------------------------------------------------------------------------------- CPU
@@ -148,7 +153,7 @@ Tensor layer_norm_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor w
 // both devices; the output has the same bits.
 Triple layer_norm_fwd_cpu(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias,
                           double eps) {
-  check_norm(kOp, input, shape, weight, bias);
+  check_norm(kFwd, input, shape, weight, bias);
   const ScalarType type = stats_type(input);
   if (!weight && type != dtype_of(input)) {
     weight = empty_contiguous(shape, type, input);
@@ -164,19 +169,19 @@ Tensor gate(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, Opt
   // Before: an error loses its text on the way back through the C interface.
   check_norm(kOp, input, shape, weight, bias);
   const bool to_python = is_for_python(input, weight, bias);
+  if (to_python) check_layouts(kOp, input, weight, bias);
   const char* op = to_python ? "fastln::_layer_norm_with_grad" : "fastln::_layer_norm";
   StableIValue stack[] = {from(input), from(IntList(shape)), from(weight), from(bias), from(eps)};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  call_op(op, "", stack);
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 Triple gate_fwd(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, OptionalTensor bias, double eps) {
-  check_norm(kOp, input, shape, weight, bias);
+  check_norm(kFwd, input, shape, weight, bias);
   const bool to_python = is_for_python(input, weight, bias);
-  const Triple returned = call_forward(to_python ? "fastln::_layer_norm_fwd_without_grad" : "fastln::_layer_norm_fwd",
-                                       input, shape, weight, bias, eps);
-  if (!std::get<0>(returned).defined()) refuse_derivative("layer_norm_fwd");
-  return returned;
+  if (to_python) check_layouts(kFwd, input, weight, bias);
+  return call_forward(to_python ? "fastln::_layer_norm_fwd_with_grad" : "fastln::_layer_norm_fwd", input, shape, weight,
+                      bias, eps);
 }
 
 // -------------------------------------------------------------------------------------- registration
@@ -185,7 +190,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastln, m) {
   define_gated(
       m, "layer_norm", "_with_grad",
       "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor");
-  define_gated(m, "layer_norm_fwd", "_without_grad",
+  define_gated(m, "layer_norm_fwd", "_with_grad",
                "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
                " -> (Tensor, Tensor, Tensor)");
 }
@@ -205,6 +210,13 @@ STABLE_TORCH_LIBRARY_IMPL(fastln, Autograd, m) {
   m.impl("layer_norm_fwd", TORCH_BOX(&gate_fwd));
 }
 
+STABLE_TORCH_LIBRARY_IMPL(fastln, AutogradNestedTensor, m) {
+  constexpr auto refuse = &ForNested<[] { return kOp; }, &gate>::refuse;
+  constexpr auto refuse_fwd = &ForNested<[] { return kFwd; }, &gate_fwd>::refuse;
+  m.impl("layer_norm", TORCH_BOX(refuse));
+  m.impl("layer_norm_fwd", TORCH_BOX(refuse_fwd));
+}
+
 }  // namespace
 
 // For fastln.plan(): writes pieces, threads and cluster for rows of `cols` elements.
@@ -217,8 +229,7 @@ extern "C" __attribute__((visibility("default"))) void fastln_plan(int64_t cols,
 
 // Forces a plan on every row that it can hold; negative pieces end that.
 extern "C" __attribute__((visibility("default"))) void fastln_force_plan(int pieces, int threads, int cluster) {
-  if (pieces < 0) forced_plan.reset();
-  else forced_plan = Plan{pieces, threads, cluster};
+  forced_plan.store({static_cast<int16_t>(pieces), static_cast<int16_t>(cluster), threads}, std::memory_order_relaxed);
 }
 
 }  // namespace fastln

@@ -76,7 +76,7 @@ Triple forward(Tensor input, std::vector<int64_t> shape, OptionalTensor weight, 
   check_device("native_layer_norm", "bias", bias, input);
   check_shapes(input, shape, weight, bias);
   check_dtypes("LayerNormKernelImpl", input, {&weight, &bias});
-  return layer_norm_fwd_cuda(input, shape, weight, bias, eps, 1);
+  return layer_norm_fwd_cuda("layer_norm", input, shape, weight, bias, eps, 1);
 }
 
 Triple backward(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
@@ -116,12 +116,18 @@ STABLE_TORCH_LIBRARY_IMPL(fastln, CPU, m) { m.impl("_replaced", TORCH_BOX(&nothi
 extern "C" __attribute__((visibility("default"))) const char* fastln_override(int on) {
   static std::string error;
   try {
+    // torch's table of kernels has no lock for those who read it, and an entry is several words: a call that finds half
+    // of ours and half of aten's crashes. So no thread may be inside either op on CUDA while this writes, and that is for
+    // the caller of override() to see to. Ours cannot stay there and pass calls on instead: this entry is the only way to
+    // aten's kernels.
+    //
+    // The pause is for callers who do not quite see to it. It synchronizes nothing: threads that came from Python mostly
+    // finish their call in this time, and then wait for the GIL; autograd's threads do not wait for it.
+    if (!on == !registrations) return nullptr;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
     if (!on) {
-      // torch's table of kernels has no lock for those who read it: a call that finds half of our entry and half of
-      // aten's crashes. Threads that came from Python finish theirs within this pause and then wait for the GIL.
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
       registrations.reset();
-    } else if (!registrations) {
+    } else {
       auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", "fastln.override", 0);
       made->impl("native_layer_norm", TORCH_BOX(&forward));
       made->impl("native_layer_norm_backward", TORCH_BOX(&backward));

@@ -259,7 +259,8 @@ inline BackwardPlan plan_backward(int64_t rows, int64_t cols, int element_bytes,
     // 32768x1152: 71.2 with 128 KB, 73.5 with 64. 32768x1600: 90.7 and 93.1.
     if (halves && !power_of_two) out.ring_kb = 128;
   }
-  out.direct = backward_is_direct(rows, row_pieces, halves, ragged, dx, sums, max_cluster > 1);
+  // The limits are of 132 multiprocessors.
+  out.direct = backward_is_direct(rows * 132 / device.sms, row_pieces, halves, ragged, dx, sums, max_cluster > 1);
   out.threads = static_cast<int32_t>(threads_of(out.pieces));
   if (out.direct) {
     block = plan_direct(out, rows, row_pieces, halves, ragged, device, max_cluster);

@@ -9,9 +9,9 @@
 
 namespace fastln {
 
-// Output, mean, and rstd times `rstd_sign`.
-Triple layer_norm_fwd_cuda(const Tensor& input, IntList shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                           double eps, int rstd_sign);
+// Output, mean, and rstd times `rstd_sign`. Errors name `op`.
+Triple layer_norm_fwd_cuda(const char* op, const Tensor& input, IntList shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, int rstd_sign);
 
 // dx, dweight, dbias; undefined where the mask says no. On CUDA rstd may be negative: its magnitude counts.
 Triple layer_norm_bwd_cuda(Tensor grad_out, Tensor input, std::vector<int64_t> shape, Tensor mean, Tensor rstd,
@@ -30,7 +30,7 @@ inline Triple call_forward(const char* op, const Tensor& input, IntList shape, c
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   StableIValue stack[] = {from(input), from(shape), from(weight), from(bias), from(eps)};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  call_op(op, "", stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
@@ -44,7 +44,7 @@ inline Triple call_backward(const char* op, const Tensor& grad_out, const Tensor
   StableIValue stack[] = {
       from(grad_out), from(input),  from(shape), from(mean),
       from(rstd),     from(weight), from(bias),  from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 3))};
-  FASTLN_CHECK_TORCH(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  call_op(op, "", stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 

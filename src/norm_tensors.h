@@ -46,8 +46,12 @@ inline void check_norm(const char* op, const Tensor& input, IntList shape, const
   if (input.is_cuda()) check_arch(op, input.get_device_index());
 }
 
-[[noreturn]] inline void refuse_derivative(const char* op) {
-  fail(op, "expected no argument of ", op, " to need a derivative, which layer_norm has, got one that does");
+// For arguments that may be of any layout.
+inline void check_layouts(const char* op, const Tensor& input, const OptionalTensor& weight,
+                          const OptionalTensor& bias) {
+  check_layout(op, "input", input);
+  check_layout(op, "weight", weight);
+  check_layout(op, "bias", bias);
 }
 
 // ---------------------------------------------------------------------------------------- arguments
@@ -81,6 +85,16 @@ inline bool is_whole(const Tensor& t) { return is_aligned(t.const_data_ptr()); }
 inline OptionalTensor ready_whole(const OptionalTensor& t, ScalarType type) {
   const OptionalTensor out = ready(t, type);
   return !out || is_whole(*out) ? out : OptionalTensor(torch::stable::clone(*out));
+}
+
+// A copy of the rows in place of them, unless each begins at a multiple of `bytes`.
+inline void align_rows(Tensor& t, const void*& data, int64_t& stride, int64_t rows, int64_t cols,
+                       int64_t bytes = kMaxAccessBytes) {
+  if (rows_are_aligned(data, rows, stride * static_cast<int64_t>(t.element_size()), bytes)) return;
+  const Tensor whole = as_contiguous(t);
+  t = whole.const_data_ptr() == data ? torch::stable::clone(whole) : whole;
+  data = t.const_data_ptr();
+  stride = cols;
 }
 
 inline const void* data_of(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }

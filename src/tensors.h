@@ -4,16 +4,19 @@
 
 #include <algorithm>
 #include <cctype>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/Layout.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "device.h"
@@ -30,6 +33,7 @@ extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_ba
 
 namespace fastln {
 
+using torch::headeronly::Layout;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -46,11 +50,28 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
+// An error that Python raised arrives without a text.
 inline void check_torch(AOTITorchError error, const char* call) {
   if (error == AOTI_TORCH_SUCCESS) return;
   const auto what = torch_exception_get_what_without_backtrace;
-  throw std::runtime_error(what && what() ? what() : std::string("fastln: torch refused ") + call);
+  const char* text = what ? what() : nullptr;
+  throw std::runtime_error(text && *text ? text : std::string("fastln: an error came without its text from ") + call);
 }
+
+// Calls an op through torch's dispatcher. Takes the arguments off `stack` and leaves there what the op returns.
+inline void call_op(const char* op, const char* overload, StableIValue* stack) {
+  check_torch(torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION), op);
+}
+
+inline Tensor call_unary(const char* op, const Tensor& t) {
+  StableIValue stack[] = {torch::stable::detail::from(t)};
+  call_op(op, "", stack);
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// `t` itself, or a copy without torch's negative bit.
+inline Tensor resolved(const Tensor& t) { return call_unary("aten::resolve_neg", t); }
+inline OptionalTensor resolved(const OptionalTensor& t) { return t ? OptionalTensor(resolved(*t)) : t; }
 
 // The dtype, also where the stable ABI has no number for it, as for quantized ones; and in one call into torch, where
 // scalar_type() takes up to a dozen.
@@ -107,13 +128,39 @@ inline void check_arch(const char* op, int32_t device) {
        ".", facts.minor);
 }
 
-// Whether `t` is a wrapper of torch.func, which has no memory of its own, and whose derivative is taken without grad
-// mode too. (The first versions of torch that we run under write to stderr when asked for the memory of one.)
-inline bool is_wrapper(const Tensor& t) {
+// Where the elements of `t` lie. Null where it has none, or no memory of its own for them: fake tensors, subclasses in
+// Python that wrap others, wrappers of torch.func, sparse and mkldnn tensors. (The first versions of torch that we run
+// under write to stderr when asked for that of a wrapper of torch.func.)
+inline const void* memory_of(const Tensor& t) {
   const void* data;
-  return torch_get_const_data_ptr(t.get(), &data) != AOTI_TORCH_SUCCESS;
+  return torch_get_const_data_ptr(t.get(), &data) == AOTI_TORCH_SUCCESS ? data : nullptr;
 }
-inline bool is_wrapper(const OptionalTensor& t) { return t && is_wrapper(*t); }
+
+// As Python has it.
+inline const char* layout_name(Layout layout) {
+  switch (layout) {
+    case Layout::Strided: return "strided";
+    case Layout::Sparse: return "sparse_coo";
+    case Layout::SparseCsr: return "sparse_csr";
+    case Layout::SparseCsc: return "sparse_csc";
+    case Layout::SparseBsr: return "sparse_bsr";
+    case Layout::SparseBsc: return "sparse_bsc";
+    case Layout::Mkldnn: return "_mkldnn";
+    case Layout::Jagged: return "jagged";
+    default: return "another";
+  }
+}
+
+// There are kernels for strided tensors alone, and others may have no strides to ask for.
+inline void check_layout(const char* op, const char* what, const Tensor& t) {
+  int32_t layout;
+  FASTLN_CHECK_TORCH(aoti_torch_get_layout(t.get(), &layout));
+  if (const auto got = static_cast<Layout>(layout); got != Layout::Strided)
+    fail(op, "expected ", what, " of layout strided, got ", layout_name(got));
+}
+inline void check_layout(const char* op, const char* what, const OptionalTensor& t) {
+  if (t) check_layout(op, what, *t);
+}
 
 // What there is: absent arguments are undefined tensors where autograd passes on what it saved, or asked for nothing.
 inline OptionalTensor some(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
@@ -161,24 +208,27 @@ inline std::optional<int64_t> row_stride(const Tensor& t, size_t row_dims) {
 }
 
 // Makes `device` current for its lifetime; a negative one means the CPU. Asking which device is current
-// is cheap, switching is not, so it switches only if it must.
+// is cheap, switching is not, so it switches only if it must. The guard is a member with a destructor of its own, since
+// make_current() may throw.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int32_t device) {
     if (device < 0) return;
     int32_t current;
     FASTLN_CHECK_TORCH(aoti_torch_get_current_device_index(&current));
-    if (current != device) FASTLN_CHECK_TORCH(aoti_torch_create_device_guard(device, &guard_));
+    if (current != device) {
+      DeviceGuardHandle guard;
+      FASTLN_CHECK_TORCH(aoti_torch_create_device_guard(device, &guard));
+      guard_.reset(guard);
+    }
     make_current(device);
   }
-  ~CurrentDevice() {
-    if (guard_) aoti_torch_delete_device_guard(guard_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
-  DeviceGuardHandle guard_ = nullptr;
+  struct Delete {
+    void operator()(DeviceGuardHandle guard) const { aoti_torch_delete_device_guard(guard); }
+  };
+  std::unique_ptr<std::remove_pointer_t<DeviceGuardHandle>, Delete> guard_;
 };
 
 // The current stream of that device, as a cudaStream_t.

@@ -118,6 +118,27 @@ def test_the_op_takes_keywords_under_autocast():
     assert y.dtype == torch.float32
 
 
+@pytest.mark.parametrize("parameter", [None, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("choice", ["op", "inductor"])
+def test_compiled_inference_on_cuda_has_the_dtype_of_eager(choice, parameter, fresh_compiler):
+    backend, graphs = counting_backend()
+    compiled = torch.compile(lambda *arguments: fastln.layer_norm(*arguments), backend=backend, fullgraph=True)
+    before = fastln.set_compile_mode(choice, choice)
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            x = torch.empty(5, 33, dtype=torch.float16, device="cuda")
+            weight = None if parameter is None else torch.empty(33, dtype=parameter, device="cuda")
+            expected = fastln.layer_norm(x, [33], weight).dtype
+            assert compiled(x, [33], weight).dtype == expected == torch.float16
+            with autocast_for_cuda():
+                expected = F.layer_norm(x, [33], weight).dtype
+                assert fastln.layer_norm(x, [33], weight).dtype == expected == torch.float32
+                assert compiled(x, [33], weight).dtype == expected
+    finally:
+        fastln.set_compile_mode(*before)
+    assert len(graphs) == 2
+
+
 @call_by_either_way
 def test_bad_input_is_refused_in_the_same_words_under_autocast(call):
     with FakeTensorMode(), autocast_for_cuda():

@@ -335,6 +335,65 @@ def test_transforms_refuse_a_mistake_with_the_text_of_eager(call):
         call(forward_ad.make_dual(x, x), [5], torch.ones(4))
 
 
+# ------------------------------------------------------------------------------------ layer_norm_bwd
+
+
+def bwd_formula(dy, x, mean, rstd, weight, bias):
+    """layer_norm_bwd in ops that torch differentiates, of mean and rstd as they are given."""
+    xhat = (x - mean) * rstd
+    g = dy * weight
+    dx = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    return dx, (dy * xhat).sum(0), dy.sum(0) + 0 * bias
+
+
+def bwd_arguments(device):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (3, 5), (3, 5), (3, 1), (3, 1), (5,), (5,)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(device) for shape in shapes]
+
+
+def bwd_op(dy, x, mean, rstd, weight, bias):
+    return BWD(dy, x, [5], mean, rstd, weight, bias, [True] * 3)
+
+
+@pytest.mark.parametrize("index", [*range(6), slice(None)], ids=str)
+def test_layer_norm_bwd_has_a_derivative_of_its_own(index, device):
+    """By each argument, mean and rstd as well, to any order."""
+    tensors = bwd_arguments(device)
+
+    def derivatives(function):
+        leaves = [t.clone() for t in tensors]
+        of = leaves[index] if isinstance(index, slice) else [leaves[index]]
+        for t in of:
+            t.requires_grad_()
+        loss = sum(t.sin().sum() for t in function(*leaves))
+        for _ in range(2):
+            grads = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True, materialize_grads=True)
+            yield grads
+            loss = sum(g.square().sum() for g in grads) + sum(t.sum() for t in of)
+
+    for got, expected in zip(derivatives(bwd_op), derivatives(bwd_formula), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_torch_func_and_forward_mode_differentiate_layer_norm_bwd(device):
+    tensors = bwd_arguments(device)
+    argnums = tuple(range(6))
+
+    def loss(function):
+        return lambda *tensors: sum(t.sin().sum() for t in function(*tensors))
+
+    ours, theirs = (torch.func.grad(loss(f), argnums)(*tensors) for f in (bwd_op, bwd_formula))
+    torch.testing.assert_close(ours, theirs)
+    directions = tuple(t.cos() for t in tensors)
+    ours, theirs = (torch.func.jvp(f, tuple(tensors), directions)[1] for f in (bwd_op, bwd_formula))
+    torch.testing.assert_close(ours, theirs)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(tensors, directions, strict=True)]
+        tangents = tuple(forward_ad.unpack_dual(t).tangent for t in bwd_op(*duals))
+    torch.testing.assert_close(tangents, theirs)
+
+
 # ------------------------------------------------------------------- checkpoints, hooks, anomaly mode
 
 
@@ -390,7 +449,7 @@ def test_hooks_may_put_saved_tensors_elsewhere(device):
         assert same_bits(step(block(kept), kept.input), expected)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection|Error detected in LayerNorm:UserWarning")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection|Error detected in RecordedLayerNorm:UserWarning")
 def test_anomaly_mode_finds_a_nan_and_nothing_else(device):
     sample = leaves(norm_inputs(torch.float32, device, (7, 33)), "weight", "bias")
     expected = step(block(sample), sample.input)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from fresh import process, python
 from module_support import pair
-from norm_support import assert_norm_matches_float64, dtype_id, norm_inputs
+from norm_support import CALLS, FWD, assert_norm_matches_float64, dtype_id, norm_inputs
 from reference import same_bits
 from shared import counting_backend
 from torch import nn
@@ -212,6 +212,79 @@ def test_works_inside_torch_func_transforms(choice, mode):
         for got, expected in zip(compiled(*arguments), transform(F.layer_norm)(*arguments), strict=True):
             relative = 1e-5 * max(1.0, expected.abs().max().item())
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=relative)
+
+
+def transforms_of(norm, weight, bias):
+    """Derivatives by torch.func of a loss through norm(x, [8], weight, bias), up to the third."""
+    grad, jvp = torch.func.grad, torch.func.jvp
+
+    def by_x(x):
+        return norm(x, [8], weight, bias)
+
+    def loss(x):
+        return by_x(x).sin().sum()
+
+    return {
+        "grad": grad(loss),
+        "grad_of_parameter": lambda x: grad(lambda w: norm(x, [8], w, bias).sin().sum())(weight),
+        "third": lambda x: grad(lambda x: grad(lambda x: grad(loss)(x).pow(2).sum())(x).pow(2).sum())(x),
+        "jvp": lambda x: jvp(by_x, (x,), (x.cos(),))[1],
+        "grad_of_jvp": lambda x: grad(lambda x: jvp(by_x, (x,), (x.cos(),))[1].sin().sum())(x),
+        "jacfwd": torch.func.jacfwd(by_x),
+        "hessian": torch.func.hessian(loss),
+    }
+
+
+def written_out(x, shape, weight, bias):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight + bias
+
+
+@pytest.mark.parametrize("transform", transforms_of(None, None, None))
+@pytest.mark.parametrize("choice", [("inductor", "op"), ("op", "op"), ("inductor", "inductor")], ids="_".join)
+def test_compiled_derivatives_by_torch_func_are_right_in_every_mode(choice, transform, mode):
+    """Also where F.layer_norm's are not, and where it has none."""
+    mode(*choice)
+    sample = norm_inputs(torch.float64, "cpu", (3, 8))
+    ours, formula = (transforms_of(f, sample.weight, sample.bias)[transform] for f in (fastln.layer_norm, written_out))
+    got = torch.compile(ours, backend="aot_eager", fullgraph=True)(sample.input)
+    torch.testing.assert_close(got, formula(sample.input), rtol=1e-9, atol=1e-9)
+
+
+def tangent_of(norm, x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+        return torch.autograd.forward_ad.unpack_dual(norm(dual)).tangent
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("choice", ["op", "inductor"])
+@pytest.mark.parametrize("name", ["function", "op", "fwd"])
+def test_compiled_forward_mode_is_right(name, choice, compiler, mode):
+    """Within a graph torch enters its level without telling Python."""
+    mode(choice, choice)
+    sample = norm_inputs(torch.float64, "cpu", (3, 8))
+    call = {**CALLS, "fwd": lambda *arguments: FWD(*arguments)[0]}[name]
+    compiled = torch.compile(lambda x: tangent_of(lambda dual: call(*sample.of(dual)), x), backend=compiler)
+    expected = tangent_of(lambda dual: written_out(*sample.of(dual)[:4]), sample.input)
+    torch.testing.assert_close(compiled(sample.input), expected)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiled_forward_mode_through_an_op_without_a_rule_is_refused(compiler, mode):
+    x = norm_inputs(torch.float32, "cpu", (3, 8)).input
+    compiled = torch.compile(lambda x: tangent_of(torch.ops.fastln.layer_norm_f32, x), backend=compiler)
+    with pytest.raises(Exception, match="expected no derivative by forward mode"):
+        compiled(x)
+
+
+def test_a_vmap_without_a_derivative_follows_the_mode(mode):
+    mode("inductor", "op")
+    backend, graphs = counting_backend()
+    sample = norm_inputs(torch.float32, "cpu", (4, 3, 33))
+    compiled = torch.compile(torch.func.vmap(lambda x: fastln.layer_norm(*sample.of(x))), backend=backend)
+    torch.testing.assert_close(compiled(sample.input), fastln.layer_norm(*sample))
+    assert calls(graphs) == ["inductor"]
 
 
 # -------------------------------------------------------------------------- the code that Inductor writes

@@ -157,7 +157,7 @@ def test_a_package_runs_in_a_process_that_has_imported_fastln(packaged, device):
 @pytest.mark.slow
 def test_without_the_import_a_package_names_the_op_that_it_lacks(packaged, device):
     package, _ = packaged(device)
-    done = process(f"import torch; torch._inductor.aoti_load_package({str(package)!r})")
+    done = process(f"import torch._inductor.codecache; torch._inductor.aoti_load_package({str(package)!r})")
     assert done.returncode != 0
     assert "fastln::layer_norm" in done.stderr.splitlines()[-1]
 
@@ -175,3 +175,96 @@ def test_a_package_runs_in_c_plus_plus_without_python(packaged, device, tmp_path
         done = subprocess.run(run, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert float(done.stdout) == pytest.approx(rows / 3 * expected, rel=1e-5)
+
+
+# --------------------------------------------------------------------------------- forward and backward
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model()
+
+    def forward(self, x):
+        return (self.model(x).square().sum(),)
+
+
+def test_forward_and_backward_export_together():
+    from torch._functorch.aot_autograd import aot_export_module
+
+    graph, signature = aot_export_module(Loss(), (torch.randn(5, 33),), trace_joint=True, output_loss_index=0)
+    ops = [node.target for node in graph.graph.nodes]
+    assert ops.count(torch.ops.fastln.layer_norm_fwd.default) == 2
+    assert ops.count(torch.ops.fastln.layer_norm_bwd.default) == 2
+    assert len(signature.backward_signature.gradients_to_parameters) == len(list(Loss().parameters()))
+
+
+def test_a_backward_is_exported_from_an_exported_program():
+    from torch.export.experimental import _export_forward_backward
+
+    class Scalar(Loss):
+        def forward(self, x):
+            return super().forward(x)[0]
+
+    program = _export_forward_backward(torch.export.export(Scalar(), (torch.randn(5, 33),)))
+    assert ops_of(program).count(torch.ops.fastln.layer_norm_bwd.default) == 2
+
+
+# ------------------------------------------------------------------------------------- torch's own op
+
+
+NEGATIVE = """
+    import torch
+    import torch.nn.functional as F
+    import fastln
+
+    class OfAConjugate(torch.nn.Module):
+        def forward(self, x):
+            return F.layer_norm(x.conj().imag, x.shape[-1:])
+
+    def complex_rows(width):
+        return torch.randn(4, width, dtype=torch.complex64)
+"""
+
+
+def test_torchs_own_layer_norm_of_a_negative_view_keeps_its_dynamic_shapes():
+    """Ours stand behind it for such tensors (src/bindings_autograd.cpp), and know sizes as plain integers alone."""
+    python(
+        NEGATIVE,
+        """
+        widths = {1: torch.export.Dim("width", min=2, max=100)}
+        program = torch.export.export(OfAConjugate(), (complex_rows(8),), dynamic_shapes=(widths,))
+        for width in (2, 9, 100):
+            x = complex_rows(width)
+            torch.testing.assert_close(program.module()(x), F.layer_norm(-x.imag, [width]))
+        """,
+    )
+
+
+def test_torchs_own_layer_norm_of_a_negative_view_compiles_once_for_every_width():
+    python(
+        NEGATIVE,
+        """
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        from torch._dynamo.backends.common import aot_autograd
+        for requires_grad in (False, True):
+            torch._dynamo.reset()
+            graphs.clear()
+            forward = aot_autograd(fw_compiler=backend, bw_compiler=lambda graph, inputs: graph.forward)
+            compiled = torch.compile(OfAConjugate(), backend=forward, dynamic=True, fullgraph=True)
+            for width in (8, 9, 10, 11, 12):
+                x = complex_rows(width).requires_grad_(requires_grad)
+                y = compiled(x)
+                torch.testing.assert_close(y, F.layer_norm(-x.imag, [width]))
+                if requires_grad:
+                    (got,) = torch.autograd.grad(y.square().sum(), x)
+                    (expected,) = torch.autograd.grad(F.layer_norm(-x.imag, [width]).square().sum(), x)
+                    torch.testing.assert_close(got, expected)
+            assert len(graphs) == 1, len(graphs)
+        """,
+    )

@@ -1,10 +1,14 @@
 """fastln.LayerNorm stands in for nn.LayerNorm."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 from module_support import copies, pair
 from norm_support import assert_norm_matches_float64, each, norm_inputs
 from reference import same_bits
+from shared import counting_backend
 from torch import nn
 
 import fastln
@@ -58,6 +62,24 @@ def test_starts_as_nn_layer_norm_does():
     ours, stock = fastln.LayerNorm(7), nn.LayerNorm(7)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
     assert fastln.LayerNorm(7, device="meta").weight.is_meta
+
+
+@pytest.mark.parametrize("shape", [np.int64(8), np.prod((2, 4)), [np.int32(8)], (np.int64(2), 4)])
+@pytest.mark.parametrize("eps", [np.float64(1e-3), np.float32(2**-10), 1e-3])
+def test_numbers_of_numpy_become_those_of_python(shape, eps, fresh_compiler):
+    """Dynamo takes NumPy's for arrays."""
+    ours, stock = fastln.LayerNorm(shape, eps=eps), nn.LayerNorm(shape, eps=float(eps))
+    assert [type(size) for size in ours.normalized_shape] == [int] * len(stock.normalized_shape)
+    assert (ours.normalized_shape, ours.eps, type(ours.eps)) == (stock.normalized_shape, stock.eps, float)
+    x = torch.randn(3, *stock.normalized_shape)
+    backend, graphs = counting_backend()
+    torch.testing.assert_close(torch.compile(ours, backend=backend, fullgraph=True)(x), stock(x))
+    assert len(graphs) == 1
+
+
+def test_has_the_signature_of_nn_layer_norm():
+    ours, stock = (inspect.signature(kind).parameters.values() for kind in (fastln.LayerNorm, nn.LayerNorm))
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in stock]
 
 
 @forms

@@ -1,7 +1,12 @@
 """fastln.convert: every nn.LayerNorm of a model becomes ours in place, and back."""
 
+import copy
+import gc
+import pickle
 import warnings
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from module_support import copies, randomize
@@ -9,7 +14,7 @@ from norm_support import norm_inputs
 from reference import same_bits
 from shared import counting_backend
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 import fastln
 
@@ -277,14 +282,237 @@ def test_parametrized_weights_stay_parametrized():
     torch.testing.assert_close(made(x_for()), expected)
 
 
+KINDS = {"layer_norm": lambda: nn.LayerNorm(33), "subclass": lambda: Labelled(33, "one")}
+kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+def parametrized_by_hand(module):
+    return parametrize.register_parametrization(module, "weight", Twice())
+
+
+PARAMETRIZE = {
+    "by_hand": parametrized_by_hand,
+    "weight_norm": lambda module: parametrizations.weight_norm(module, dim=None),
+    "spectral_norm": parametrizations.spectral_norm,
+}
+ways = pytest.mark.parametrize("parametrized", PARAMETRIZE.values(), ids=PARAMETRIZE)
+
+
+def assert_is(module, kind, parametrized=()):
+    """Its class beneath the parametrizations, and that it runs and has parametrizations of these alone."""
+    assert parametrize.type_before_parametrizations(module) is kind
+    assert sorted(getattr(module, "parametrizations", ())) == sorted(parametrized)
+    module(x_for()).sum().backward()
+
+
+@kinds
+@ways
+@pytest.mark.parametrize("converted_first", [False, True])
+def test_parametrizations_can_be_removed_from_a_converted_module(make, parametrized, converted_first):
+    made, stock = make(), make()
+    first, then = (fastln.convert, parametrized) if converted_first else (parametrized, fastln.convert)
+    first(made)
+    then(made)
+    parametrized(stock)
+    assert isinstance(made, fastln.LayerNorm)
+    parametrize.remove_parametrizations(made, "weight")
+    parametrize.remove_parametrizations(stock, "weight")
+    converted = type(made)
+    assert issubclass(converted, (fastln.LayerNorm, type(stock)))
+    assert_is(made, converted)
+    assert [name for name, _ in made.named_parameters()] == [name for name, _ in stock.named_parameters()]
+
+
+@kinds
+@ways
+@pytest.mark.parametrize("remove", ["before undo", "after undo"])
+def test_undo_goes_back_beneath_parametrizations_that_came_later(make, parametrized, remove):
+    made = make()
+    before = type(made)
+    conversion = fastln.convert(made)
+    parametrized(made)
+    if remove == "before undo":
+        parametrize.remove_parametrizations(made, "weight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        conversion.undo()
+    assert not isinstance(made, fastln.LayerNorm)
+    if remove == "after undo":
+        assert_is(made, before, ["weight"])
+        parametrize.remove_parametrizations(made, "weight")
+    assert_is(made, before)
+    assert type(made) is before
+
+
+@kinds
+def test_undo_keeps_what_became_of_the_parametrizations(make):
+    made = parametrized_by_hand(make())
+    plain, before = type(make()), type(made)
+    fastln.convert(made).undo()
+    assert type(made) is before
+
+    conversion = fastln.convert(made)
+    parametrize.register_parametrization(made, "bias", Twice())
+    conversion.undo()
+    assert not isinstance(made, fastln.LayerNorm)
+    assert_is(made, plain, ["bias", "weight"])
+
+    conversion = fastln.convert(made)
+    parametrize.remove_parametrizations(made, "weight")
+    conversion.undo()
+    assert_is(made, plain, ["bias"])
+
+    conversion = fastln.convert(made)
+    parametrize.remove_parametrizations(made, "bias")
+    parametrize.register_parametrization(made, "weight", Twice())
+    conversion.undo()
+    assert_is(made, plain, ["weight"])
+    parametrize.remove_parametrizations(made, "weight")
+    assert type(made) is plain
+
+
+@kinds
+def test_a_copy_of_a_converted_parametrized_module_is_one(make):
+    made = parametrized_by_hand(make())
+    conversion = fastln.convert(made)
+    other = copy.deepcopy(made)
+    assert isinstance(other, fastln.LayerNorm)
+    assert same_bits(other(x_for()).detach(), made(x_for()).detach())
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):  # as torch has it
+        pickle.dumps(made)
+    conversion.undo()
+    assert same_bits(other(x_for()).detach(), made(x_for()).detach())
+    parametrize.remove_parametrizations(made, "weight")
+    assert_is(other, parametrize.type_before_parametrizations(other), ["weight"])
+    parametrize.remove_parametrizations(other, "weight")
+    assert isinstance(other, fastln.LayerNorm)
+
+
+def test_classes_are_forgotten_with_their_modules():
+    def class_of_one(make):
+        made = make()
+        conversion = fastln.convert(made)
+        kind = weakref.ref(type(made))
+        conversion.undo()
+        return kind
+
+    def local():
+        class Own(nn.LayerNorm):
+            pass
+
+        return Own(33)
+
+    known = [class_of_one(make) for make in (lambda: parametrized_by_hand(nn.LayerNorm(33)), local) for _ in range(3)]
+    gc.collect()
+    assert [kind() for kind in known] == [None] * 6
+
+
+def test_a_converted_subclass_is_made_with_the_arguments_of_the_subclass():
+    made = nn.Sequential(Labelled(33, "one"), Labelled(33, "two"))
+    fastln.convert(made)
+    assert type(made[0]) is type(made[1])
+    assert type(made[0])(33, "three").label == "three"
+
+
 def test_undo_leaves_a_module_whose_class_has_changed_since_with_a_warning():
     made = model()
     conversion = fastln.convert(made)
-    parametrize.register_parametrization(made[0].norm, "weight", Twice())
-    with pytest.warns(UserWarning, match=r"cannot undo 0\.norm: expected LayerNorm, .*, got ParametrizedLayerNorm"):
+    made[0].norm.__class__ = type("Sharded", (fastln.LayerNorm,), {})  # as fully_shard does it
+    with pytest.warns(UserWarning, match=r"cannot undo 0\.norm: expected LayerNorm, .*, got Sharded"):
         conversion.undo()
     assert isinstance(made[0].norm, fastln.LayerNorm)
     assert {type(m) for m in norms(made)[1:]} == {nn.LayerNorm}
+
+
+def test_numbers_of_numpy_become_those_of_python_until_undo(fresh_compiler):
+    shape, eps = (np.int64(33),), np.float64(1e-3)
+    made = nn.Sequential(nn.LayerNorm(shape, eps=eps), nn.LayerNorm(33, eps=eps))
+    given = made[0].normalized_shape
+    expected = made(x_for())
+    conversion = fastln.convert(made)
+    assert [type(made[0].normalized_shape[0]), type(made[0].eps), type(made[1].eps)] == [int, float, float]
+    torch.testing.assert_close(torch.compile(made, backend=counting_backend()[0], fullgraph=True)(x_for()), expected)
+    made[1].eps = 1e-2  # set meanwhile, so it stays
+    conversion.undo()
+    assert made[0].normalized_shape is given
+    assert made[0].eps is eps
+    assert made[1].eps == 1e-2
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+class Final(nn.LayerNorm):
+    """A class that allows no subclass."""
+
+    def __init_subclass__(cls):
+        raise TypeError("this class is final")
+
+
+def test_a_class_that_allows_no_subclass_is_skipped_with_the_reason():
+    made = nn.Sequential(nn.LayerNorm(33), Final(33), nn.LayerNorm(33))
+    with pytest.warns(UserWarning, match=r"skipped \S+\.Final at 1: its class cannot be exchanged: .*is final"):
+        conversion = fastln.convert(made)
+    assert conversion.count == 2
+    assert [s.path for s in conversion.skipped] == ["1"]
+    assert type(made[1]) is Final
+    conversion.undo()
+    assert [type(m) for m in made] == [nn.LayerNorm, Final, nn.LayerNorm]
+
+
+def test_after_an_error_the_model_is_as_it_was():
+    class Interrupts(nn.LayerNorm):
+        def __init_subclass__(cls):
+            raise KeyboardInterrupt
+
+    made = nn.Sequential(nn.LayerNorm(33, eps=np.float64(1e-3)), Interrupts(33))
+    with pytest.raises(KeyboardInterrupt):
+        fastln.convert(made)
+    assert type(made[0]) is nn.LayerNorm
+    assert type(made[0].eps) is np.float64
+
+    made = nn.Sequential(nn.LayerNorm(33), Scaled(33))
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="skipped"):
+        warnings.simplefilter("error")
+        fastln.convert(made)
+    assert type(made[0]) is nn.LayerNorm
+
+    made = model()
+    conversion = fastln.convert(made)
+    made[0].norm.__class__ = type("Sharded", (fastln.LayerNorm,), {})
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="cannot undo"):
+        warnings.simplefilter("error")
+        conversion.undo()
+    assert {type(m) for m in norms(made)[1:]} == {nn.LayerNorm}
+
+
+class PlainChild(Plain):
+    """One that has its parent's forward."""
+
+
+class PlainGrandchild(PlainChild):
+    """And one that has its grandparent's."""
+
+
+class OwnAgain(PlainChild):
+    """One that has another."""
+
+    def forward(self, x):
+        return -super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "also, converted",
+    [([Plain], [0, 1, 2]), ([PlainChild], [1, 2]), ([PlainGrandchild], [2]), ([OwnAgain], [3]), ([Labelled], [])],
+)
+def test_also_counts_for_subclasses_with_the_same_forward(also, converted):
+    made = nn.Sequential(Plain(33), PlainChild(33), PlainGrandchild(33), OwnAgain(33))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        conversion = fastln.convert(made, also=also)
+    assert [i for i, m in enumerate(made) if isinstance(m, fastln.LayerNorm)] == converted
+    conversion.undo()
+    assert [type(m) for m in made] == [Plain, PlainChild, PlainGrandchild, OwnAgain]
 
 
 def test_what_is_no_module_is_refused():
@@ -292,6 +520,9 @@ def test_what_is_no_module_is_refused():
         fastln.convert(dict(model().state_dict()))
     with pytest.raises(TypeError, match=r"expected subclasses of nn\.LayerNorm in also, got <class '.*Linear'>"):
         fastln.convert(model(), also=[nn.Linear])
+    for also in (Plain, None, 3):
+        with pytest.raises(TypeError, match=r"expected also to be a sequence of subclasses of nn\.LayerNorm, .*, got "):
+            fastln.convert(model(), also=also)
 
 
 # --------------------------------------------------------------------------------------------- compile

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from bwd_support import MIXTURES, TENSORS, leaves
 from norm_support import CALLS, FWD, Norm, assert_norm_matches_float64, each, norm_inputs
 from reference import same_bits
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastln
 
@@ -176,20 +177,132 @@ def test_func_jvp_never_drops_a_tangent(call, device):
     torch.testing.assert_close(got, tangent_of(F.layer_norm))
 
 
-def test_a_gradient_through_layer_norm_fwd_is_right_or_refused(device):
-    """Also where it is one of several ways to the input, so that a part left out would go unnoticed."""
+# ------------------------------------------------------------------------------------ layer_norm_fwd
 
-    def residual(function):
-        return lambda x, *others: function(x, *others) + x
 
-    sample = norm_inputs(torch.float32, device, (15, 33))
-    expected = gradients(residual(F.layer_norm), leaves(sample, *TENSORS))
-    try:
-        got = gradients(residual(lambda *arguments: FWD(*arguments)[0]), leaves(sample, *TENSORS))
-    except RuntimeError:
-        return
-    for name, grad in got.items():
-        torch.testing.assert_close(grad, expected[name])
+def statistics(x, dims, eps):
+    """mean and rstd in ops that torch differentiates any number of times."""
+    mean = x.mean(dims, keepdim=True)
+    return mean, ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def written_out(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """What layer_norm_fwd returns, in such ops."""
+    mean, rstd = statistics(x, tuple(range(-len(normalized_shape), 0)), eps)
+    y = (x - mean) * rstd
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias, mean, rstd
+
+
+OUTPUTS = [outputs for n in (1, 2, 3) for outputs in itertools.combinations(range(3), n)]
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
+@pytest.mark.parametrize("names", SUBSETS, ids="_".join)
+def test_every_output_of_layer_norm_fwd_has_its_gradient(names, outputs, device):
+    """mean and rstd too, of which torch's own leaves the gradient out."""
+    sample = norm_inputs(torch.float64, device, (3, 4, 5), dims=2)
+
+    def grads(function):
+        leaf = leaves(sample, *names)
+        chosen = [(y * upstream(y)).sum() for i, y in enumerate(function(*leaf)) if i in outputs]
+        tensors = [getattr(leaf, name) for name in names]
+        if not any(y.requires_grad for y in chosen):
+            return [None] * len(tensors)
+        return torch.autograd.grad(sum(chosen), tensors, allow_unused=True)
+
+    for got, expected in zip(grads(FWD), grads(written_out), strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(zero if got is None else got, zero if expected is None else expected)
+
+
+@pytest.mark.parametrize("dtypes", MIXTURES.values(), ids=MIXTURES)
+def test_gradients_of_layer_norm_fwd_of_mixed_dtypes_are_those_of_layer_norm(dtypes, device):
+    sample = norm_inputs(dtypes[0], device, (15, 33)).in_dtypes(*dtypes[1:])
+    got = gradients(lambda *arguments: FWD(*arguments)[0], leaves(sample, *TENSORS))
+    expected = gradients(fastln.layer_norm, leaves(sample, *TENSORS))
+    assert all(same_bits(got[name], expected[name]) for name in TENSORS)
+
+
+@pytest.mark.parametrize("present", [(), ("weight",), ("weight", "bias")], ids=lambda p: "_".join(p) or "none")
+def test_second_derivatives_of_layer_norm_fwd_are_right(present, device):
+    sample = leaves(norm_inputs(torch.float64, device, (2, 5)), "input", *present)
+    tensors = [getattr(sample, name) for name in ("input", *present)]
+
+    def function(x, *parameters):
+        by_name = dict(zip(present, parameters, strict=True))
+        return FWD(x, [5], by_name.get("weight"), by_name.get("bias"), 1e-5)
+
+    assert torch.autograd.gradcheck(function, tensors)
+    assert torch.autograd.gradgradcheck(function, tensors)
+
+
+def test_torch_func_and_forward_mode_differentiate_layer_norm_fwd(device):
+    sample = norm_inputs(torch.float64, device, (3, 5))
+
+    def loss(function):
+        return lambda x: sum(t.sin().sum() for t in function(*sample.of(x)))
+
+    def third(function):
+        grad = torch.func.grad
+        return lambda x: grad(lambda x: grad(lambda x: grad(function)(x).sum())(x).pow(2).sum())(x)
+
+    def tangents(function):
+        def of(x):
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+                outputs = function(*sample.of(dual))
+                return tuple(torch.autograd.forward_ad.unpack_dual(t).tangent for t in outputs)
+
+        return of
+
+    x = sample.input
+    torch.testing.assert_close(torch.func.grad(loss(FWD))(x), torch.func.grad(loss(written_out))(x))
+    torch.testing.assert_close(third(loss(FWD))(x), third(loss(written_out))(x))
+    torch.testing.assert_close(tangents(FWD)(x), tangents(written_out)(x))
+    jvps = [torch.func.jvp(lambda x, f=f: f(*sample.of(x)), (x,), (x.cos(),))[1] for f in (FWD, written_out)]
+    torch.testing.assert_close(*jvps)
+
+
+def test_derivatives_by_something_else_leave_layer_norm_fwd_and_bwd_alone(device):
+    """The ops that have no rule for a derivative refuse only where it is taken through them."""
+    sample = norm_inputs(torch.float32, device, (3, 5))
+    expected = FWD(*sample)
+    dx = torch.ops.fastln.layer_norm_bwd(
+        sample.input, sample.input, [5], *expected[1:], None, None, [True, False, False]
+    )
+
+    def calls(_):
+        fwd = FWD(*sample)
+        bwd = torch.ops.fastln.layer_norm_bwd(
+            sample.input, sample.input, [5], *fwd[1:], None, None, [True, False, False]
+        )
+        return (*fwd, bwd[0])
+
+    w = torch.ones(1, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        torch.autograd.forward_ad.make_dual(w, w)
+        assert all(map(same_bits, calls(w), (*expected, dx[0])))
+    by_grad = torch.func.grad(lambda w: (sum(t.sum() for t in calls(w)) * w).sum())(w)
+    torch.testing.assert_close(by_grad, sum(t.sum() for t in calls(w)).view(1))
+    tangent = torch.func.jvp(lambda w: calls(w)[-1] * w, (w,), (w,))[1]
+    torch.testing.assert_close(tangent, dx[0])
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), lambda *a: FWD(*a)[0]], ids=[*CALLS, "fwd"])
+def test_a_graph_captured_in_grad_mode_trains(call, device):
+    """As one that holds torch's own layer norm does: make_fx traces below autograd."""
+    sample = leaves(norm_inputs(torch.float32, device, (15, 33)), *TENSORS)
+
+    def function(x, weight, bias):
+        return call(x, [33], weight, bias, 1e-5) * 2
+
+    tensors = [getattr(sample, name) for name in TENSORS]
+    graph = make_fx(function)(*tensors)
+    y = graph(*tensors)
+    grads = torch.autograd.grad(y, tensors, upstream(y))
+    expected = torch.autograd.grad(function(*tensors), tensors, upstream(y))
+    assert all(same_bits(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 # --------------------------------------------------------------------------------------- grad modes

@@ -1,5 +1,8 @@
 """Bad arguments of fastln.layer_norm raise, with one text in every mode, and change nothing."""
 
+from collections import UserList
+
+import numpy as np
 import pytest
 import torch
 from norm_support import CALLS, FWD, Norm, norm_inputs
@@ -11,6 +14,12 @@ import fastln
 ROWS, SHAPE = 3, [4, 8]
 FLOATING = "float16, bfloat16, float32 or float64"
 EVERY_CALL = {**CALLS, "fwd": FWD}
+
+
+def named(call):
+    """The op that a message of this call begins with."""
+    return "fastln::layer_norm_fwd" if call is FWD else "fastln::layer_norm"
+
 
 #: FakeTensorMode asks CUDA for a device, where there is CUDA.
 TWO_GPUS = pytest.param(
@@ -102,11 +111,11 @@ def test_a_mistake_is_refused_with_one_text_in_eager_fake_and_meta(mistake, devi
     with FakeTensorMode() as mode:
         fake = with_tensors(sample, mode.from_tensor)
     for call in EVERY_CALL.values():
-        assert refusal(call, sample) == f"fastln::layer_norm: {text}"
-        assert refusal(call, fake) == f"fastln::layer_norm: {text}"
+        assert refusal(call, sample) == f"{named(call)}: {text}"
+        assert refusal(call, fake) == f"{named(call)}: {text}"
         with mode:
-            assert refusal(call, fake) == f"fastln::layer_norm: {text}"
-        assert refusal(call, with_tensors(sample, lambda t: t.to("meta"))) == f"fastln::layer_norm: {text}"
+            assert refusal(call, fake) == f"{named(call)}: {text}"
+        assert refusal(call, with_tensors(sample, lambda t: t.to("meta"))) == f"{named(call)}: {text}"
 
 
 @pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
@@ -115,7 +124,7 @@ def test_compiled_code_refuses_a_mistake_with_the_same_text(call, mistake, fresh
     spoil, text = MISTAKES[mistake]
     sample = spoil(good())
     compiled = torch.compile(lambda *arguments: call(*arguments), fullgraph=True, backend="aot_eager")
-    assert f"fastln::layer_norm: {text}" in refusal(compiled, sample)
+    assert f"{named(call)}: {text}" in refusal(compiled, sample)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -128,8 +137,21 @@ def test_a_message_is_one_clean_line_in_every_grad_mode_and_nothing_is_printed(m
             t.requires_grad_(requires_grad and t.is_floating_point())
         for call in CALLS.values():
             with mode():
-                assert refusal(call, sample) == f"fastln::layer_norm: {text}"
+                assert refusal(call, sample) == f"{named(call)}: {text}"
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
+@pytest.mark.parametrize("mistake", KINDS)
+def test_fakes_and_compiled_code_refuse_a_mistake_with_the_same_text_in_training(call, mistake, fresh_compiler):
+    spoil, text = MISTAKES[mistake]
+    sample = with_tensors(spoil(good()), lambda t: t.requires_grad_(t.is_floating_point()))
+    with FakeTensorMode() as mode:
+        fake = with_tensors(sample, mode.from_tensor)
+        assert refusal(call, fake) == f"{named(call)}: {text}"
+    assert refusal(call, fake) == f"{named(call)}: {text}"
+    compiled = torch.compile(lambda *arguments: call(*arguments), fullgraph=True, backend="aot_eager")
+    assert f"{named(call)}: {text}" in refusal(compiled, sample)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -137,7 +159,7 @@ def test_a_message_is_one_clean_line_in_every_grad_mode_and_nothing_is_printed(m
 def test_a_parameter_on_meta_is_refused_beside_an_input_on_a_cpu(call, name):
     sample = good()
     message = refusal(call, sample._replace(**{name: getattr(sample, name).to("meta")}))
-    assert message == f"fastln::layer_norm: expected {name} on cpu, got meta"
+    assert message == f"{named(call)}: expected {name} on cpu, got meta"
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -148,7 +170,7 @@ def test_fakes_refuse_a_parameter_on_another_device(name, ours, theirs):
         sample = good(ours)
         sample = sample._replace(**{name: torch.empty_like(getattr(sample, name), device=theirs)})
         for call in EVERY_CALL.values():
-            assert refusal(call, sample) == f"fastln::layer_norm: expected {name} on {ours}, got {theirs}"
+            assert refusal(call, sample) == f"{named(call)}: expected {name} on {ours}, got {theirs}"
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -157,14 +179,14 @@ def test_refuses_a_parameter_on_another_device(name, ours, theirs, cuda):
     sample = good(ours)
     for call in EVERY_CALL.values():
         message = refusal(call, sample._replace(**{name: getattr(sample, name).to(theirs)}))
-        assert message == f"fastln::layer_norm: expected {name} on {ours}, got {theirs}"
+        assert message == f"{named(call)}: expected {name} on {ours}, got {theirs}"
 
 
 @pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
 def test_refuses_a_weight_on_another_gpu(call, second_cuda):
     sample = good("cuda:0")
     message = refusal(call, sample._replace(weight=sample.weight.to(second_cuda)))
-    assert message == "fastln::layer_norm: expected weight on cuda:0, got cuda:1"
+    assert message == f"{named(call)}: expected weight on cuda:0, got cuda:1"
 
 
 @pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL)
@@ -207,13 +229,42 @@ WRONG_TYPES = {
         {"normalized_shape": [4, 8.0]},
         "expected each item of normalized_shape to be an int, got float",
     ),
+    **{
+        f"normalized_shape_a_{type(shape).__name__}": (
+            {"normalized_shape": shape},
+            f"expected normalized_shape to be a sequence of ints, got {type(shape).__name__}",
+        )
+        for shape in ({4, 8}, {4: 1, 8: 1}, range(4, 9, 4), np.array([4, 8]), torch.tensor([4, 8]), UserList([4, 8]))
+    },
+    "normalized_shape_of_bools": (
+        {"normalized_shape": [True, True]},
+        "expected each item of normalized_shape to be an int, got bool",
+    ),
+    "normalized_shape_of_a_float_tensor": (
+        {"normalized_shape": [torch.tensor(4.0), 8]},
+        "expected each item of normalized_shape to be an int, got Tensor",
+    ),
     "eps_a_text": ({"eps": "1e-5"}, "expected eps to be a float, got str"),
+    "eps_none": ({"eps": None}, "expected eps to be a float, got NoneType"),
+    "eps_complex": ({"eps": 1j}, "expected eps to be a float, got complex"),
+    "eps_an_array": ({"eps": np.array(1e-5)}, "expected eps to be a float, got ndarray"),
+    "eps_of_two_numbers": ({"eps": torch.ones(2)}, "expected eps to be a float, got Tensor"),
+    "eps_that_requires_grad": (
+        {"eps": torch.tensor(1e-5, requires_grad=True)},
+        "expected eps to be a float, got Tensor",
+    ),
 }
+# What Dynamo traces arrays as it tells by their type.
+NOT_COMPILED = ("eps_an_array", "normalized_shape_a_ndarray")
 
 
-@pytest.mark.parametrize("mode", ["plain", "grad", "func", "compiled"])
+@pytest.mark.parametrize("mode", ["plain", "grad", "func", "compiled", "fake"])
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_types_that_it_does_not_take_are_refused_by_name(name, mode, device):
+    if mode == "compiled" and name in NOT_COMPILED:
+        pytest.skip("Dynamo has another type for it")
+    if mode == "fake" and name == "normalized_shape_a_Tensor":
+        pytest.skip("torch itself looks into it")
     changed, text = WRONG_TYPES[name]
     arguments = good(device)._replace(**changed)
     if mode == "grad" and isinstance(arguments.bias, torch.Tensor):
@@ -226,6 +277,67 @@ def test_types_that_it_does_not_take_are_refused_by_name(name, mode, device):
             compiled(*arguments)
         elif mode == "func":
             transformed(torch.zeros(1))
+        elif mode == "fake":
+            with FakeTensorMode() as fake:
+                fastln.layer_norm(*with_tensors(good(device), fake.from_tensor)._replace(**changed))
         else:
             fastln.layer_norm(*arguments)
     assert str(caught.value) == f"fastln::layer_norm: {text}"
+
+
+TOO_LARGE = {
+    "normalized_shape": (
+        {"normalized_shape": [4, 2**63]},
+        f"expected input whose last dimensions are normalized_shape [4, {2**63}], got shape [3, 4, 8]",
+    ),
+    "eps": ({"eps": 10**400}, "expected eps within the range of a float, got an int of 1329 bits"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_numbers_that_no_op_can_take_are_refused_by_the_public_name(name, requires_grad, device):
+    changed, text = TOO_LARGE[name]
+    arguments = good(device)._replace(**changed)
+    arguments.weight.requires_grad_(requires_grad)
+    assert refusal(fastln.layer_norm, arguments) == f"fastln::layer_norm: {text}"
+
+
+class Sizes(list):
+    pass
+
+
+TAKEN = {
+    "tuple": {"normalized_shape": (4, 8)},
+    "torch_size": {"normalized_shape": torch.Size((4, 8))},
+    "list_of_a_kind": {"normalized_shape": Sizes([4, 8])},
+    "numpy_ints": {"normalized_shape": [np.int64(4), np.int32(8)]},
+    "tensors_of_one_int": {"normalized_shape": [torch.tensor(4), torch.tensor(8)]},
+    "eps_an_int": {"eps": 1},
+    "eps_a_bool": {"eps": True},
+    "eps_a_numpy_double": {"eps": np.float64(0.5)},
+    "eps_a_numpy_float": {"eps": np.float32(0.5)},
+    "eps_a_tensor_of_one_number": {"eps": torch.tensor(0.5, dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("mode", ["plain", "grad", "grad_transform", "fake"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_f_layer_norm_takes_for_ints_and_floats_is_taken(name, mode, device):
+    sample = good(device)._replace(**TAKEN[name])
+    plain = Norm(sample.input, [4, 8], sample.weight, sample.bias, float(sample.eps))
+    if mode == "fake":
+        if "tensor" in name:
+            pytest.skip("a fake mode reads no number from a tensor")
+        with FakeTensorMode() as fake:
+            assert fastln.layer_norm(*with_tensors(good(device), fake.from_tensor)._replace(**TAKEN[name])).shape
+        return
+    if mode == "grad_transform":
+
+        def gradient(arguments):
+            return torch.func.grad(lambda x: fastln.layer_norm(*arguments.of(x)).pow(3).sum())(arguments.input)
+
+        assert same_bits(gradient(sample), gradient(plain))
+        return
+    sample.weight.requires_grad_(mode == "grad")
+    assert same_bits(fastln.layer_norm(*sample).detach(), fastln.layer_norm(*plain).detach())

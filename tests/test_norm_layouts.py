@@ -111,6 +111,21 @@ def test_wide_rows_of_any_alignment_and_stride_give_the_same_bits(dtype, cuda):
             assert all(same_bits(a, b) for a, b in zip(FWD(*sample.of(x)), FWD(*sample), strict=True))
 
 
+@each(torch.float16)
+def test_rows_that_cannot_be_read_in_place_are_copied_once(dtype, cuda):
+    """Of plans that take rows of whole pieces alone."""
+    for pieces in (8192, 32768):
+        sample = norm_inputs(dtype, cuda, (64, whole_cols(dtype, pieces)))
+        size = sample.input.numel() * sample.input.element_size()
+        for offset, gap in ((1, 0), (0, 1), (3, 5)):
+            x = misaligned(sample.input, offset, gap)
+            fastln.layer_norm(*sample.of(x))
+            before = torch.cuda.memory_allocated(cuda)
+            torch.cuda.reset_peak_memory_stats(cuda)
+            fastln.layer_norm(*sample.of(x))
+            assert torch.cuda.max_memory_allocated(cuda) - before < 2.5 * size  # the copy, and the output
+
+
 @each()
 def test_parameters_of_any_stride_give_the_same_bits(dtype, device):
     sample = norm_inputs(dtype, device, (5, 33))

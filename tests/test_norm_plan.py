@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from norm_support import FWD, assert_norm_matches_float64, each, forced, norm_inputs, past_l2_rows, whole_cols
@@ -108,6 +109,25 @@ def test_a_plan_is_immutable_and_hashable():
 def test_plan_refuses_a_width_below_1(cols):
     with pytest.raises(ValueError, match=rf"^fastln.plan: expected cols of at least 1, got {cols}$"):
         fastln.plan(cols)
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZES, ids=str)
+def test_plan_refuses_a_width_of_more_bytes_than_can_be_counted(dtype):
+    most = (2**63 - 1) // dtype.itemsize
+    assert fastln.plan(most, dtype) == fastln.plan(TOO_LONG, dtype)
+    for cols in (most + 1, 2**63, 2**64 + 8, 10**30):
+        with pytest.raises(ValueError, match=rf"^fastln.plan: expected cols of at most {most}, got {cols}$"):
+            fastln.plan(cols, dtype)
+
+
+@pytest.mark.parametrize("cols", ["8", 8.0, None, [8]], ids=repr)
+def test_plan_refuses_a_width_that_is_no_int(cols):
+    with pytest.raises(ValueError, match=rf"^fastln.plan: expected cols to be an int, got {type(cols).__name__}$"):
+        fastln.plan(cols)
+
+
+def test_plan_takes_whatever_is_an_int():
+    assert fastln.plan(torch.tensor(768)) == fastln.plan(np.int64(768)) == fastln.plan(768)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool], ids=str)

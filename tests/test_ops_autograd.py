@@ -4,6 +4,7 @@ that is not there raises instead of being zero."""
 import pytest
 import torch
 from bwd_support import TENSORS, assert_gradients_match_float64, upstream
+from fresh import python
 from norm_support import Norm
 from reference import call_out, layer_norm_float64, same_bits, sample_inputs
 from torch.utils.checkpoint import checkpoint
@@ -220,3 +221,73 @@ def test_out_overload_takes_parameters_that_require_grad_without_grad_mode(kerne
         out = torch.empty_like(expected)
         kernel.op.out(*arguments, out=out)
     assert same_bits(out, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without torch.distributed")
+def test_gradient_of_the_scalar_overload_of_a_dtensor():
+    python(
+        """
+        import torch, torch.distributed as dist, fastln
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+        mesh = init_device_mesh("cpu", (4,))
+        x = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]).requires_grad_()
+        torch.ops.fastln.layer_norm_f32(x, 2.0, 0.5).square().sum().backward()
+        local = x.detach().to_local().requires_grad_()
+        torch.ops.fastln.layer_norm_f32(local, 2.0, 0.5).square().sum().backward()
+        assert x.grad.placements == (Shard(0),)
+        torch.testing.assert_close(x.grad.to_local(), local.grad)
+        """
+    )
+
+
+# --------------------------------------------------------------- derivatives that go by something else
+
+
+def other_derivatives(op, x):
+    """Derivatives of op(x)·w by w, where no part goes through the op."""
+    w = torch.full_like(x, 0.5)
+    grad, jvp = torch.func.grad, torch.func.jvp
+    yield grad(lambda w: (op(x) * w).sum())(w)
+    yield grad(lambda w: (op(w.detach() * 0 + x) * w).sum())(w)
+    yield grad(lambda w: grad(lambda v: (op(x) * v * w).sum())(w).sum())(w)
+    yield torch.func.vmap(grad(lambda w, x: (op(x) * w).sum()))(w, x)
+    yield jvp(lambda w: op(x) * w, (w,), (torch.ones_like(w),))[1]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        yield torch.autograd.forward_ad.unpack_dual(op(x) * dual).tangent
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_a_derivative_by_something_else_is_not_refused(kernel, overload, device):
+    x, weight, bias = with_grad(kernel, device)
+
+    def op(x):
+        return OVERLOADS[overload](kernel, x, weight, bias)
+
+    for derivative in other_derivatives(op, x):
+        assert same_bits(derivative, op(x))
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_an_outer_derivative_is_refused_within_an_inner_one_by_something_else(kernel, overload):
+    x, weight, bias = with_grad(kernel, "cpu")
+    grad, jvp = torch.func.grad, torch.func.jvp
+
+    def inner(x):
+        return grad(lambda w: (OVERLOADS[overload](kernel, x, weight, bias) * w).sum())(x.detach())
+
+    def inner_jvp(x):
+        w = x.detach()
+        return jvp(lambda w: OVERLOADS[overload](kernel, x, weight, bias) * w, (w,), (w,))[1]
+
+    for function in (inner, inner_jvp):
+        with pytest.raises(RuntimeError, match=NO_RULE):
+            grad(lambda x, f=function: f(x).sum())(x)
+        with pytest.raises(RuntimeError, match=NO_RULE):
+            jvp(function, (x,), (x,))
+        with pytest.raises(RuntimeError, match=NO_RULE):
+            torch.func.vmap(grad(lambda x, f=function: f(x).sum()))(torch.stack([x, x]))

@@ -65,7 +65,7 @@ def test_compiled_code_writes_into_the_callers_out(kernel, backend, device, fres
 
 
 def test_compiled_code_takes_every_layout(kernel, backend, device, fresh_compiler):
-    """Inductor relies on the strides that the fake announces (case 40 of the list of known faults)."""
+    """Inductor relies on the strides that the fake announces (40 in FAULTS.md)."""
     weight, bias = sample_inputs(kernel, device, (8,))[1:3]
     x = sample_inputs(kernel, device, (8, 8)).input
     compiled = torch.compile(

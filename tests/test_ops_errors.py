@@ -211,3 +211,94 @@ def test_a_refusal_leaves_the_next_call_right(kernel, device):
     expected = call(kernel, arguments)
     refusal(kernel, call, kernel, spoiled(arguments, ALL["weight_of_float64"]))
     assert same_bits(call(kernel, arguments), expected)
+
+
+# ----------------------------------------------------------------------------------------------- layouts
+
+NESTED = "expected tensors that are not nested, got a nested one"
+OTHER_LAYOUTS = {
+    "sparse_coo": lambda t: t.to_sparse(),
+    "sparse_csr": lambda t: t.to_sparse_csr() if t.dim() == 2 else t.to_sparse(),
+    "_mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+}
+GRAD_OR_NOT = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+EVERY_OTHER_LAYOUT = pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+
+
+def in_other_layout(name, layout, t):
+    """A tensor of that layout, and what refuses it as the argument of that name."""
+    other = OTHER_LAYOUTS[layout](t)
+    if layout in ("nested", "jagged"):
+        return other, NESTED
+    return other, f"expected {name} of layout strided, got {str(other.layout).removeprefix('torch.')}"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.kernels(element="float32")
+@GRAD_OR_NOT
+@EVERY_OTHER_LAYOUT
+def test_tensors_of_another_layout_are_refused_by_name(kernel, layout, mode, capfd):
+    good = good_arguments(kernel, "cpu", (ROWS, COLS), out=True)
+    with mode():
+        for name in good:
+            other, text = in_other_layout(name, layout, good[name])
+            overloads = [lambda a: call(kernel, a)]
+            if name != "out":
+                overloads.append(lambda a: kernel.op(a["input"], a["weight"], a["bias"]))
+            if name == "input":
+                overloads.append(lambda a: kernel.op.scalar(a["input"], 2.0, 1.0))
+            for overload in overloads:
+                with pytest.raises(RuntimeError) as caught:
+                    overload({**good, name: other})
+                assert str(caught.value) == f"{kernel.qualname}: {text}"
+    assert (good["out"] == 7.0).all()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@GRAD_OR_NOT
+@EVERY_OTHER_LAYOUT
+def test_the_general_ops_refuse_tensors_of_another_layout_by_name(layout, mode, capfd):
+    general = {"input": torch.randn(ROWS, COLS), "weight": torch.randn(COLS), "bias": torch.randn(COLS)}
+    stats = {"mean": torch.zeros(ROWS, 1), "rstd": torch.ones(ROWS, 1)}
+    ops = torch.ops.fastln
+    calls = {
+        "layer_norm": (general, lambda a: ops.layer_norm(a["input"], [COLS], a["weight"], a["bias"])),
+        "layer_norm_fwd": (general, lambda a: ops.layer_norm_fwd(a["input"], [COLS], a["weight"], a["bias"], 1e-5)),
+        "layer_norm_bwd": (
+            {"grad_out": torch.randn(ROWS, COLS), **general, **stats},
+            lambda a: ops.layer_norm_bwd(
+                *(a["grad_out"], a["input"], [COLS], a["mean"], a["rstd"], a["weight"], a["bias"], [True] * 3)
+            ),
+        ),
+    }
+    with mode():
+        for op, (good, run) in calls.items():
+            run(good)
+            for name in good:
+                other, text = in_other_layout(name, layout, good[name])
+                with pytest.raises(RuntimeError) as caught:
+                    run({**good, name: other})
+                assert str(caught.value) == f"fastln::{op}: {text}"
+    assert capfd.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+FWD_REFUSAL = r"^fastln::layer_norm_fwd: expected weight of shape \[8\], got \[7\]$"
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_layer_norm_fwd_refuses_under_its_own_name(mode, device):
+    x, weight = torch.randn(ROWS, COLS, device=device), torch.randn(COLS - 1, device=device)
+    with mode(), pytest.raises(RuntimeError, match=FWD_REFUSAL):
+        torch.ops.fastln.layer_norm_fwd(x, [COLS], weight, None, 1e-5)
+
+
+def test_the_fake_of_layer_norm_fwd_refuses_under_that_name_too():
+    x, weight = torch.empty(ROWS, COLS, device="meta"), torch.empty(COLS - 1, device="meta")
+    with pytest.raises(RuntimeError, match=FWD_REFUSAL):
+        torch.ops.fastln.layer_norm_fwd(x, [COLS], weight, None, 1e-5)

@@ -150,3 +150,68 @@ def test_backward_through_a_value_that_out_replaced_raises(kernel, device):
     kernel.op.out(sample_inputs(kernel, device, (3, COLS)).input, out=saved.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
+
+
+# ---------------------------------------------------------------------------------- torch's negative bit
+
+
+def negative(tensor):
+    """The same values, as minus something else: torch's negative bit over the memory of -tensor."""
+    return torch._neg_view(-tensor)
+
+
+@pytest.mark.parametrize("others_are_negative", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_negative_out_is_written_what_it_then_stands_for(kernel, mode, others_are_negative, device):
+    sample = sample_inputs(kernel, device, (3, 33))
+    expected = kernel.op(*sample)
+    with mode():
+        memory = torch.full_like(sample.input, 7.0)
+        given = [negative(t) if others_are_negative and isinstance(t, torch.Tensor) else t for t in sample]
+        out = torch._neg_view(memory)
+        assert kernel.op.out(*given, out=out) is None
+    assert out.is_neg()
+    assert torch.equal(out, expected)
+    assert torch.equal(memory, -expected)
+
+
+def test_an_out_beside_negative_arguments_is_written_and_counts_as_modified_once(kernel, device):
+    sample = sample_inputs(kernel, device, (3, 33))
+    out = torch.empty_like(sample.input)
+    version = out._version
+    kernel.op.out(negative(sample.input), *sample[1:], out=out)
+    assert same_bits(out, kernel.op(*sample))
+    assert out._version == version + 1
+
+
+def test_a_negative_out_counts_as_modified_once_and_may_be_the_input(kernel, device):
+    sample = sample_inputs(kernel, device, (3, 33))
+    out = negative(sample.input)
+    version = out._version
+    kernel.op.out(out, *sample[1:], out=out)
+    assert torch.equal(out, kernel.op(*sample))
+    assert out._version == version + 1
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_negative_out_is_refused_like_any_other(kernel, mode, device):
+    buffer = buffer_of(kernel, device)
+    before = buffer.clone()
+    with mode():
+        x, out = later_elements(buffer)
+        with pytest.raises(RuntimeError, match=overlap_refusal(kernel, "input")):
+            kernel.op.out(x, out=torch._neg_view(out))
+        with pytest.raises(RuntimeError, match=f"{kernel.qualname}: expected a contiguous out"):
+            kernel.op.out(x.clone(), out=torch._neg_view(out.clone().t().contiguous().t()))
+    assert torch.equal(buffer, before)
+
+
+def test_fakes_and_compiled_code_take_a_negative_out(kernel, fresh_compiler):
+    with FakeTensorMode():
+        x = torch.empty(3, COLS, dtype=kernel.dtype)
+        assert kernel.op.out(torch._neg_view(x), out=torch._neg_view(torch.empty_like(x))) is None
+    sample = sample_inputs(kernel, "cpu", (3, COLS))
+    out = torch._neg_view(torch.zeros_like(sample.input))
+    compiled = torch.compile(lambda x, out: kernel.op.out(x, out=out), fullgraph=True, backend="aot_eager")
+    compiled(sample.input, out)
+    assert torch.equal(out, kernel.op(sample.input))

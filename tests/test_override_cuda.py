@@ -254,26 +254,36 @@ def test_holds_in_every_thread_the_backward_ones_too(cuda):
     assert_close_to_float64(got[0][1:], gradients(in_float64(sample))[1:], 4e-3)
 
 
-def test_results_stay_right_while_other_threads_switch(cuda):
+def test_each_switch_holds_for_all_threads_at_their_next_call(cuda):
+    """The threads rest while it changes, as override() asks for."""
     sample = norm_inputs(torch.float16, cuda, (15, 768))
-    stock, ours = F.layer_norm(*sample), fastln.layer_norm(*sample)
-    done, wrong = threading.Event(), []
+    stock = gradients(sample)[:2]
+    with fastln.override():
+        ours = gradients(sample)[:2]
+    step, wrong, rounds = threading.Barrier(3, timeout=60), [], 200
 
     def work():
-        while not done.is_set():
-            y = F.layer_norm(*sample)
-            if not (same_bits(y, stock) or same_bits(y, ours)):
-                wrong.append(y)
+        for turn in range(rounds):
+            step.wait()
+            expected = ours if turn % 2 else stock
+            if not all(same_bits(a.detach(), b.detach()) for a, b in zip(gradients(sample)[:2], expected, strict=True)):
+                wrong.append(turn)
+            step.wait()
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(500):
-        with fastln.override():
-            pass
-    done.set()
+    held = None
+    for turn in range(rounds):
+        if turn % 2:
+            held = fastln.override()
+        elif held is not None:
+            held.undo()
+        step.wait()
+        step.wait()
     for thread in threads:
         thread.join()
+    held.undo()
     assert not wrong
 
 

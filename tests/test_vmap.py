@@ -108,3 +108,37 @@ def test_a_refusal_keeps_its_words(device):
     x, _, bias = arguments((0, None, None), device)
     with pytest.raises(RuntimeError, match=r"expected weight of shape \[24\], got \[23\]"):
         vmap(lambda t: normed(t, bias[1:], bias))(x)
+
+
+BWD = torch.ops.fastln.layer_norm_bwd
+
+
+def backward(dy, x, weight, bias, mask):
+    _, mean, rstd = FWD(x, [COLS], weight, bias, 1e-5)
+    return tuple(t for t in BWD(dy, x, [COLS], mean, rstd, weight, bias, mask) if t is not None)
+
+
+@pytest.mark.parametrize("mask", [[True, False, False], [False, True, True], [True, True, True]], ids=str)
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, None, None), (1, 0, None, None), (0, None, None, None), (None, 1, None, None), (0, 0, 0, 0)]
+)
+@pytest.mark.parametrize("slices", [SLICES, 0])
+def test_a_backward_of_each_slice_has_the_bits_of_a_call_of_its_own(slices, in_dims, mask, device):
+    torch.manual_seed(0)
+    batch = []
+    for shape, dim in zip(([ROWS, COLS], [ROWS, COLS], [COLS], [COLS]), in_dims, strict=True):
+        t = torch.randn(*shape if dim is None else (slices, *shape), device=device)
+        batch.append(t if dim is None else t.movedim(0, dim))
+    got = vmap(lambda *tensors: backward(*tensors, mask), in_dims)(*batch)
+    assert all(len(t) == slices for t in got)
+    for i in range(slices):
+        alone = (t if dim is None else t.select(dim, i) for t, dim in zip(batch, in_dims, strict=True))
+        for whole, part in zip(got, backward(*alone, mask), strict=True):
+            assert same_bits(whole[i], part)
+
+
+def test_the_input_gradient_of_a_batch_is_one_call(device):
+    x, weight, bias = arguments((0, None, None), device)
+    with OpLog() as log:
+        vmap(lambda x: backward(x, x, weight, bias, [True, False, False]))(x)
+    assert log.seen == ["layer_norm_fwd", "layer_norm_bwd"]

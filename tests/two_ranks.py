@@ -180,9 +180,25 @@ def shards_of_different_size_and_empty_ones(here):
         xs, ws = here.distribute(x, Shard(0)).requires_grad_(), here.distribute(w, Replicate()).requires_grad_()
         y = fastln.layer_norm(xs, [32], ws)
         y.pow(2).sum().backward()
+        assert y.placements == xs.grad.placements == (Shard(0),)
         close(y.full_tensor(), F.layer_norm(x, [32], w))
         close(xs.grad.full_tensor(), leaf.grad)
         close(ws.grad.full_tensor(), weight.grad)
+
+
+@check
+def local_shapes_are_those_of_f_layer_norm(here):
+    from torch.distributed.tensor import Replicate
+
+    w = here.distribute(here.values(32, seed=1), Replicate())
+    for rows in (4, 3, 1):
+        x = here.values(rows, 6, 32)
+        for placement, _ in placements():
+            for grad in (False, True):
+                xs = here.distribute(x, placement).requires_grad_(grad)
+                y, expected = (norm(xs, [32], w) for norm in (fastln.layer_norm, F.layer_norm))
+                assert (y.placements, y.to_local().shape) == (expected.placements, expected.to_local().shape)
+                close(y.to_local().detach(), expected.to_local().detach())
 
 
 @check
