@@ -74,9 +74,18 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 def has_tangent_in_graph(*tensors: Tensor | None) -> bool:
     """The same in a graph of Dynamo's, which enters the one level that there is without telling
-    ``torch.autograd.forward_ad``. A mode that looks on would see the question, so one in eager code is spared it."""
-    may_be_graph = TracingContext.try_get() is not None or not (dispatch_modes and dispatch_modes())
+    ``torch.autograd.forward_ad``. A mode that looks on would see the question, so one in eager code is spared it, and
+    Inductor, which records again what has been functionalized: it counts the ops."""
+    if TracingContext.try_get() is None:
+        may_be_graph = not (dispatch_modes and dispatch_modes())
+    else:
+        may_be_graph = not _is_active("PROXY") or _is_active("FUNCTIONAL")
     return may_be_graph and has_tangent(*tensors)
+
+
+def _is_active(mode: str) -> bool:
+    """Whether torch's own mode of that name sees this thread's ops."""
+    return torch._C._get_dispatch_mode(getattr(torch._C._TorchDispatchModeKey, mode)) is not None
 
 
 def is_dual_or_wrapped(tensor: Tensor) -> bool:

@@ -86,11 +86,11 @@ def test_facts_of_a_contender_follow_from_the_medians_of_its_cell(cells):
 def test_every_variant_that_tuning_times_can_be_run(cols):
     import tune
 
-    from fastln import _norm
+    from fastln import _plan
 
     plans = tune.variants(cols, torch.float16)
     read = [{key: int(value) for key, value in (part.split("=") for part in plan.split(","))} for plan in plans]
-    assert plans and all(_norm._runnable(**plan) for plan in read)
+    assert plans and all(_plan._runnable(**plan) for plan in read)
     assert cols != 1280 or "pieces=5,threads=32,cluster=1" in plans
 
 
