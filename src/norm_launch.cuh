@@ -14,17 +14,18 @@
 #include "norm_launch.h"
 #include "norm_short.cuh"
 #include "norm_split.cuh"
+#include "norm_walk.cuh"
 
 namespace fastln {
 
 // Launches `kernel` over all rows, as many times as the limit of 2^31 - 1 blocks a grid asks for. A group of threads
 // takes rows_a_group of them. The blocks are a multiple of blocks_together.
 template <typename Elem>
-cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int rows_a_group, int blocks_together,
+cudaError_t launch_rows(void (*kernel)(NormRows), NormRows p, int64_t rows_a_group, int blocks_together,
                         bool has_dependent_launch, cudaStream_t stream) {
   using Acc = AccOf<Elem>;
   const bool whole_block = p.threads > kWarp;
-  const int64_t rows_a_block = whole_block ? 1 : int64_t{kSmallGroupBlock} / p.threads * rows_a_group;
+  const int64_t rows_a_block = (whole_block ? 1 : kSmallGroupBlock / p.threads) * rows_a_group;
   const int64_t most_rows = INT_MAX / blocks_together * blocks_together * rows_a_block;
   for (int64_t left = p.rows; left > 0; left -= most_rows) {
     p.rows = std::min(left, most_rows);
@@ -102,12 +103,32 @@ void (*find_short(int pieces, int threads))(NormRows) {
   return nullptr;
 }
 
+// Every compiled variant of norm_walk.
+template <typename Elem, RowLayout kRows, bool kWarps>
+void (*find_walk(int pieces))(NormRows) {
+  if constexpr (kWarps || kRows != RowLayout::kWords || kTakesWordsInPart<Elem>) {
+    if (pieces == 2) return norm_walk<Elem, 2, kRows, kWarps>;
+    if (pieces == 3) return norm_walk<Elem, 3, kRows, kWarps>;
+  }
+  if constexpr (kWarps) {
+    if (pieces == 4) return norm_walk<Elem, 4, kRows, kWarps>;
+  }
+  return nullptr;
+}
+
 // Whether each row of x and of y begins, and ends, at multiples of 16 bytes.
 template <typename Elem>
 bool rows_are_whole(const NormRows& p) {
   constexpr int64_t kBytes = sizeof(Elem);
   return rows_are_aligned(p.x, p.rows, p.x_stride * kBytes) && is_aligned(p.y) &&
          p.cols * kBytes % kMaxAccessBytes == 0;
+}
+
+// Whether each access to a row is aligned, which the row's length alone does not say.
+template <typename Elem, RowLayout kRows>
+bool accesses_are_aligned(const NormRows& p) {
+  constexpr int64_t kElem = sizeof(Elem), kBytes = kAccessElements<Elem, kRows> * kElem;
+  return rows_are_aligned(p.x, p.rows, p.x_stride * kElem, kBytes) && is_aligned(p.y, kBytes);
 }
 
 // How rows that are not whole are added up, which follows from their length alone.
@@ -230,7 +251,7 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
     const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
     void (*kernel)(NormRows) = nullptr;
-    int rows_a_group = 1;
+    int64_t rows_a_group = 1;
     if constexpr (sizeof(Elem) <= 4) {
       if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
         kernel = find_short<Elem, Param>(plan.pieces, plan.threads);
@@ -240,6 +261,14 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     const auto find = [&](auto wanted) {
       constexpr RowLayout kRows = decltype(wanted)::value;
       if (kernel || rows != kRows) return;
+      if constexpr (sizeof(Elem) == 2 && !kWide && (kRows == RowLayout::kWords || kRows == RowLayout::kPairs)) {
+        if (accesses_are_aligned<Elem, kRows>(p))
+          rows_a_group = rows_to_walk(p.rows, plan.pieces, plan.threads, device.sms);
+        if (rows_a_group > 1)
+          kernel = warps ? find_walk<Elem, kRows, true>(plan.pieces) : find_walk<Elem, kRows, false>(plan.pieces);
+        if (kernel) return;
+        rows_a_group = 1;
+      }
       kernel = warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, fetch)
                      : find_forward<Elem, Param, kRows, false>(plan.pieces, fetch);
     };

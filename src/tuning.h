@@ -42,8 +42,9 @@ constexpr bool rows_are_half_pieces(int64_t cols, int64_t element_bytes) { retur
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
 // Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
-// max_threads of theirs, on GPUs that have clusters of so many. `whole`: only rows of whole pieces; `or_halves`: or of half
-// pieces. `full_bytes`: only whole ones of elements of so many bytes that leave no load idle.
+// max_threads of theirs, on GPUs that have clusters of so many. `min_row`, `max_row`: pieces. `whole`: only rows of whole
+// pieces; `or_halves`: or of half pieces; `halves`: only those. `full_bytes`: only whole ones of elements of so many bytes
+// that leave no load idle.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
 struct Tuning {
@@ -53,9 +54,13 @@ struct Tuning {
   int cluster = 1;
   bool whole = false;
   bool or_halves = false;
+  bool halves = false;
   int full_bytes = 0;
+  int64_t min_row = 0;
 };
 constexpr Tuning kTuning[] = {
+    // In norm_walk.cuh 524288x100: 8x2 1.24, 4x3 1.47. 524288x84: 1.32, 1.49. (In norm_forward.cuh 1.40, 1.47; 1.60, 1.49.)
+    {.max_row = 12, .max_threads = 512, .pieces = {2}, .halves = true, .min_row = 9},
     // 32768x256: 16x2 1.02, 8x4 1.06, 32x1 1.29. 131072x512: 32x2 0.98, 16x4 0.98; 16x512: 32x2 1.22, 16x4 1.34.
     {.max_row = 64, .max_threads = 512, .pieces = {2, 3}},
     // 4096x1024: 32x4 1.11, 64x2 1.14, 16x8 1.27. 65536x1024: 32x4 0.99, 64x2 0.98. 32768x768: 32x3 0.98, 32x4 1.03,
@@ -109,8 +114,9 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
-    const bool suits = !row.whole || !shifted || (row.or_halves && rows_are_half_pieces(cols, element_bytes));
-    if (row_pieces > row.max_row || !suits || row.cluster > max_cluster) continue;
+    const bool has_halves = rows_are_half_pieces(cols, element_bytes);
+    const bool suits = row.halves ? has_halves : !row.whole || !shifted || (row.or_halves && has_halves);
+    if (row_pieces < row.min_row || row_pieces > row.max_row || !suits || row.cluster > max_cluster) continue;
     if (row.max_threads == kLongBlock && !holds_long_blocks(element_bytes, max_cluster, wide_blocks)) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
     const auto threads_of = [&](int64_t wanted) { return group_of(std::max({wanted, tail, int64_t{1}})); };

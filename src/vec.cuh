@@ -210,6 +210,10 @@ __device__ __forceinline__ T* opaque(T* p) {
   __builtin_assume(__isGlobal(p));
   return p;
 }
+__device__ __forceinline__ int opaque(int i) {
+  asm volatile("" : "+r"(i));
+  return i;
+}
 template <typename T, int kN>
 __device__ __forceinline__ Vec<T, kN> opaque(Vec<T, kN> v) {
 #pragma unroll

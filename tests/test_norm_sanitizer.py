@@ -62,6 +62,12 @@ def test_case_27_no_access_past_the_end_in_any_variant(pieces, threads, device):
     check(torch.float16, whole - 5, device, rows=rows, offset=6, plan=plan)
 
 
+@pytest.mark.parametrize(("cols", "rows"), [(100, 26_000), (770, 5_500), (4098, 1_100)])
+def test_case_27_no_access_past_the_end_of_rows_that_groups_walk_over(cols, rows, device):
+    """More than twice as many as stay resident on an H200, whose last come to an end in the midst of the groups."""
+    check(torch.float16, cols, device, rows=rows)
+
+
 @pytest.mark.no_racecheck
 @pytest.mark.parametrize("cluster", [2, 4, 8, 16])
 def test_case_27_no_access_past_the_end_in_a_cluster(cluster, device):
