@@ -191,10 +191,11 @@ def run(step: Step, folder: Path, out: Path, seconds: float) -> dict:
             status: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = "timeout"
-            os.killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # once all of the group have ended
+                os.killpg(process.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return {"step": step.name, "status": status, "seconds": round(time.monotonic() - start, 1)}
 
