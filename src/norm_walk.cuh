@@ -10,28 +10,9 @@
 // and 36.4. With shifts for rows that begin at odd elements it gained nothing: 131072x257 52.3 and 53.5.)
 #pragma once
 
-#include <algorithm>
-
 #include "norm_forward.cuh"
 
 namespace fastln {
-
-// Registers of a thread, at most. With weight and bias unpacked once, in 16 more, fewer rows stay resident: 131072x260
-// 41.4 us, packed 39.6.
-constexpr int walk_registers(int pieces) { return 48 + 16 * pieces; }
-
-// How many rows a group takes, of so many: as many as leave no block without a place, or a half, a third... of that where
-// it is more than 32. 1 where too few rows would share what is saved (8192x300, 1.55 times as many as are resident: two a
-// group 5.3 us, norm_forward 6.5), and where small groups of 4 pieces would have more bytes on their way than memory takes
-// well (32768x1028 42.0, norm_forward 37.3; 16384x2500 56.4, 46.2; but of 128 threads 4096x4100 19.2, 21.4).
-inline int64_t rows_to_walk(int64_t rows, int pieces, int threads, int sms) {
-  if (pieces == 4 && threads < 128) return 1;
-  const int block = std::max(threads, kSmallGroupBlock);
-  const int64_t resident = int64_t{sms} * (kRegistersPerSm / (walk_registers(pieces) * block)) * (block / threads);
-  if (2 * rows <= 3 * resident || resident == 0) return 1;
-  const int64_t waves = (rows + 32 * resident - 1) / (32 * resident);
-  return (rows + waves * resident - 1) / (waves * resident);
-}
 
 // kWarps: as in norm_forward(). Accesses of x and of y are aligned.
 template <typename Elem, int kPieces, RowLayout kRows, bool kWarps>

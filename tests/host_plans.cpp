@@ -6,6 +6,7 @@
 
 #include "arch_list.h"
 #include "norm_backward_shared.h"
+#include "tuning.h"
 
 namespace fastln {
 namespace {
@@ -36,10 +37,11 @@ void check_backward(const DeviceFacts& device, int64_t rows, int64_t cols, int e
   const bool stages = shared.stages >= (plan.cluster > 1 ? 2 : 1) && shared.stages <= kMaxStages;
   const bool block = plan.block >= plan.threads && plan.block % plan.threads == 0 && plan.block <= kBackwardThreads;
   if (fits && stages && block) return;
-  std::printf("compute capability %d.%d, %d bytes an element, %lld rows of %lld columns, dx %d, sums %d: "
-              "%d threads of %d pieces in blocks of %d, %d stages, %lld bytes\n",
-              device.major, device.minor, element_bytes, static_cast<long long>(rows), static_cast<long long>(cols), dx,
-              sums, plan.threads, plan.pieces, plan.block, shared.stages, static_cast<long long>(shared.bytes));
+  std::printf(
+      "compute capability %d.%d, %d bytes an element, %lld rows of %lld columns, dx %d, sums %d: "
+      "%d threads of %d pieces in blocks of %d, %d stages, %lld bytes\n",
+      device.major, device.minor, element_bytes, static_cast<long long>(rows), static_cast<long long>(cols), dx, sums,
+      plan.threads, plan.pieces, plan.block, shared.stages, static_cast<long long>(shared.bytes));
 }
 
 void check_all_backwards() {
@@ -50,6 +52,27 @@ void check_all_backwards() {
       for (int64_t cols = 1; cols <= 300000; cols += cols < 20000 ? 1 : 997)
         for (const int64_t rows : {1, 24, 100, 500, 1000, 3000, 100000})
           for (const int asked : {1, 2, 3}) check_backward(device, rows, cols, element_bytes, asked & 1, asked & 2);
+}
+
+// Groups that walk over rows fill the registers of the GPU once, or as many times as it takes for 32 rows a group.
+void check_walks() {
+  for (const int sms : {58, 132, 170})
+    for (int64_t cols = 1; cols <= 24000; ++cols)
+      for (const int64_t rows : {1, 100, 1000, 3001, 40000, 131072, 999983, 100000000}) {
+        const Plan forward = plan(cols, 2, 1, true);
+        const int64_t many = rows_to_walk(rows, forward.pieces, forward.threads, sms);
+        ++checked;
+        if (many == 1) continue;
+        const int block = forward.threads < kSmallGroupBlock ? kSmallGroupBlock : forward.threads;  // threads
+        const int64_t blocks = sms * int64_t{kRegistersPerSm / (walk_registers(forward.pieces) * block)};
+        const int64_t resident = blocks * (block / forward.threads);  // groups
+        const int64_t groups = (rows + many - 1) / many;
+        const bool one_wave = groups <= resident, many_waves = rows > 32 * resident && many > 16 && many <= 32;
+        if (resident > 0 && rows > resident && many >= 2 && (one_wave || many_waves)) continue;
+        std::printf("%lld rows of %lld columns on %d multiprocessors: %lld a group of %d threads\n",
+                    static_cast<long long>(rows), static_cast<long long>(cols), sms, static_cast<long long>(many),
+                    forward.threads);
+      }
 }
 
 void check_code(const char* list, Arch gpu, int major) {
@@ -82,5 +105,6 @@ void check_codes() {
 int main() {
   fastln::check_codes();
   fastln::check_all_backwards();
+  fastln::check_walks();
   std::printf("checked %lld\n", static_cast<long long>(fastln::checked));
 }
