@@ -23,6 +23,7 @@
 #include "norm_backward_pair.cuh"
 #include "norm_backward_partial.cuh"
 #include "norm_backward_plan.h"
+#include "norm_backward_ragged.cuh"
 #include "norm_backward_shared.h"
 #include "norm_backward_terms.cuh"
 #include "norm_rows.h"
@@ -31,24 +32,6 @@
 #include "vec.cuh"
 
 namespace fastln {
-
-// How a thread's columns lie in a row. Both keep a warp's accesses side by side.
-//
-// Rows of whole pieces of 16 bytes, or of 8: run j is piece j, and the group's threads take neighbouring pieces.
-//
-// Ragged rows, whose length is no multiple of 16 bytes, begin anywhere: 16 bytes that lie aligned in memory, a granule,
-// belong to other columns in each row. Each warp of the group has kPieces * 32 pieces of its own; the granules they
-// lie across, one more than pieces, are what it copies to shared memory. There its lanes take neighbouring words of 4
-// bytes (8 for double), so that a run is one or two elements: shared memory can be read at any word, and pairs of
-// 16-bit elements that begin within one take a funnel shift. One run more is for the columns behind the last piece,
-// fewer than a granule.
-template <typename Elem, int kPieces, bool kRagged, int kPieceBytes>
-struct Runs {
-  static constexpr int kAccess = kPieceBytes / static_cast<int>(sizeof(Elem));
-  static constexpr int kRun = !kRagged ? kAccess : sizeof(Elem) == 2 ? 2 : 1;  // elements of a run
-  static constexpr int kCount = kPieces * kAccess / kRun + kRagged;            // runs
-  static constexpr int kWordBytes = kRun * static_cast<int>(sizeof(Elem));
-};
 
 // Registers that leave a multiprocessor with 512 threads of this kernel room for a block of add_partials(): then that
 // is there already when the last row is done (1 to 1.7 us of 13 to 63 on an H200). Where there are more pieces the
@@ -192,41 +175,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
     if (row < p.rows) {
       const uint32_t at = own + stage * stage_bytes;
       if constexpr (kRagged) {
-        const Elem* x = x_column + row * p.x_stride;
-        const Elem* dy = dy_column + row * p.dy_stride;
-        const int x_offset = granule_offset(x), dy_offset = granule_offset(dy);
-        x -= x_offset;
-        dy -= dy_offset;
-        // Granule g of the warp lies across its columns if it begins before their end.
-        const int x_count = end - part_first + x_offset, dy_count = end - part_first + dy_offset;
-        const uint32_t to = at + lane * kMaxAccessBytes;
-        if (row < p.safe_rows) {
-#pragma unroll
-          for (int j = 0; j < kPieces; ++j) {
-            const int more = j * sharers;
-            if ((lane + more) * kAccess < x_count) copy_async<16>(to + more * kMaxAccessBytes, x + more * kAccess);
-          }
-#pragma unroll
-          for (int j = 0; j < kPieces; ++j) {
-            const int more = j * sharers;
-            if ((lane + more) * kAccess < dy_count)
-              copy_async<16>(to + tensor_bytes + more * kMaxAccessBytes, dy + more * kAccess);
-          }
-          // Up to two granules more of both tensors.
-          const bool of_dy = lane & 2;
-          const int more = kPieces * sharers - (of_dy ? 2 : 0);
-          if (lane < 4 && (lane + more) * kAccess < (of_dy ? dy_count : x_count))
-            copy_async<16>(to + (of_dy ? tensor_bytes : 0) + more * kMaxAccessBytes, (of_dy ? dy : x) + more * kAccess);
-        } else {
-          const Elem* x_end = static_cast<const Elem*>(p.x) + (p.rows - 1) * p.x_stride + p.cols;
-          const Elem* dy_end = static_cast<const Elem*>(p.dy) + (p.rows - 1) * p.dy_stride + p.cols;
-#pragma unroll 1
-          for (int more = 0; lane + more < kPieces * sharers + 2; more += sharers) {
-            if ((lane + more) * kAccess < x_count) copy_granule(to + more * kMaxAccessBytes, x + more * kAccess, x_end);
-            if ((lane + more) * kAccess < dy_count)
-              copy_granule(to + tensor_bytes + more * kMaxAccessBytes, dy + more * kAccess, dy_end);
-          }
-        }
+        copy_ragged_row<Elem, kPieces>(p, row, x_column, dy_column, end - part_first, lane, sharers, at, tensor_bytes);
       } else {
         const auto copy = [&](uint32_t to, const void* tensor, int64_t row_stride) {
           const Elem* from = static_cast<const Elem*>(tensor) + row * row_stride + begin + first;
@@ -245,27 +194,10 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
     }
     commit_copies();
   };
-  // Ragged: in shared memory zeros follow a row, so that no lane has to ask whether it is past the end. Copies write
-  // none but granules that the row reaches into; clear() is for the rest of the last of them, and of the one that a
-  // row with another offset may have reached into.
   if (kRagged && end < part_end) {
-    for (int stage = 0; stage < p.stages; ++stage) {
-      for (int at = lane * kMaxAccessBytes; at < ragged_part_bytes(sharers, kPieces); at += sharers * kMaxAccessBytes) {
-        const Vec<Elem, kMaxAccessBytes / sizeof(Elem)> zeros{};
-        store_shared_vec(own + stage * stage_bytes + at, zeros);
-        store_shared_vec(own + stage * stage_bytes + tensor_bytes + at, zeros);
-      }
-    }
+    for (int stage = 0; stage < p.stages; ++stage)
+      clear_stage<Elem, kPieces>(own + stage * stage_bytes, tensor_bytes, lane, sharers);
   }
-  const auto clear = [&](uint32_t x, int x_offset, uint32_t dy, int dy_offset) {
-    const int past = max(end - part_first, 0);
-    for (int item = lane; item < 4 * kAccess; item += sharers) {
-      const bool of_dy = item >= 2 * kAccess;
-      const int element = past + (of_dy ? dy_offset - 2 * kAccess : x_offset) + item;
-      if (element < (sharers * kPieces + 2) * kAccess)
-        store_shared((of_dy ? dy : x) + element * static_cast<int>(sizeof(Elem)), Elem{});
-    }
-  };
 
   // What a thread knows of the row in a stage of the ring.
   struct Row {
@@ -285,7 +217,8 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
     if constexpr (kRagged) {
       row.dy = row.x + tensor_bytes;
       const int x_offset = offset_of(p.x, index, p.x_stride), dy_offset = offset_of(p.dy, index, p.dy_stride);
-      if (end != part_end) clear(row.x, x_offset, row.dy, dy_offset);
+      if (end != part_end)
+        clear_behind<Elem, kPieces>(row.x, x_offset, row.dy, dy_offset, max(end - part_first, 0), lane, sharers);
       __syncwarp();
       row.x = word_at(row.x, x_offset);
       row.dy = word_at(row.dy, dy_offset);
@@ -343,18 +276,9 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   const auto write_dx = [&](const Row& row, Acc g_average, Acc gx_average) {
     Elem* dx = static_cast<Elem*>(p.dx) + row.index * p.cols + begin;
     const Acc gx_share = mul(gx_average, row.rstd);  // of x - mean
-    // Pairs of 16-bit elements begin at words of memory, by `odd` columns off those of a run.
+    const int stop = row.live ? end : 0;             // of what is written
     const int odd = kRun > 1 && kRagged ? offset_of(p.dx, row.index, p.cols) % 2 : 0;
-    const int stop = row.live ? end : 0;  // of what is written
-    const int pairs = (stop - part_first - odd) / 2;
-    uint32_t rest = 0;
-    const auto store_pair = [&](int j, uint32_t run, uint32_t next) {
-      const uint32_t pair = __funnelshift_r(run, next, odd * 16);
-      const int index = j * sharers + lane;
-      if (index < pairs) store_vec(dx + first + odd + j * step, Vec<Elem, 2>{pair});
-      if (index == pairs) rest = pair;
-    };
-    uint32_t before = 0;  // the run before, which waits for the one behind it
+    WordWriter<Elem> words{dx, first, step, part_first, sharers, lane, odd, (stop - part_first - odd) / 2};
 #pragma unroll
     for (int j = 0; j < kRuns; ++j) {
       V packed{};
@@ -373,21 +297,9 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
         pack(packed, out);
         if (!kRagged || (kRun == 1 && first + j * step < stop)) store_vec(dx + first + j * step, packed);
       }
-      if constexpr (kRagged && kRun > 1) {
-        if (j == 0 && odd && lane == 0 && first < stop) store_vec(dx + first, Vec<Elem, 1>{packed.bits[0]});
-        if (j > 0) {
-          const uint32_t given = lane == 0 ? packed.bits[0] : before;  // to the lane before
-          store_pair(j - 1, before, __shfl_sync(0xffffffffu, given, (lane + 1) % sharers, sharers));
-        }
-        before = packed.bits[0];
-      }
+      if constexpr (kRagged && kRun > 1) words.take(j, packed.bits[0], stop);
     }
-    if constexpr (kRagged && kRun > 1) {
-      if (!skipped(kRuns - 1)) store_pair(kRuns - 1, before, __shfl_down_sync(0xffffffffu, before, 1, sharers));
-      // An element is left over of the warp's columns, or none.
-      const int col = part_first + 2 * pairs + odd;
-      if (lane == pairs % sharers && col < stop) store_vec(dx + col, Vec<Elem, 1>{rest});
-    }
+    if constexpr (kRagged && kRun > 1) words.finish(kRuns - 1, skipped(kRuns - 1), stop);
   };
   const Acc per_col = p.per_col_as(Acc());
   const auto next = [&](int stage) { return stage + 1 == p.stages ? 0 : stage + 1; };
@@ -457,47 +369,9 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   }
 
   if (!kSums || !p.partial) return;
-  constexpr bool kShares = backward_may_share(sizeof(Elem), kPieces, kRagged, kCluster, kPieceBytes);
-  const int sharing = kShares ? p.sharing : 1;
-  Acc* out = static_cast<Acc*>(p.partial) + static_cast<int64_t>(block / sharing) * 2 * p.pitch + begin;  // [2, pitch]
-  if (groups == 1 && sharing == 1) {
-#pragma unroll
-    for (int j = 0; j < kRuns; ++j) {
-      store_sums(out, dweight[j], first + j * step, end);
-      store_sums(out + p.pitch, dbias[j], first + j * step, end);
-    }
-    return;
-  }
-  // Added up through shared memory, whose ring is free now.
-  wait_for_copies(0);
-  __syncthreads();
-  Acc* shared = reinterpret_cast<Acc*>(dynamic_shared);  // [groups, 2, width]
-  const int width = summed_width(threads, kPieces, kAccess, kRagged);
-  Acc* sums = shared + group * 2 * width + first;
-#pragma unroll
-  for (int j = 0; j < kRuns; ++j) {
-    if (!inside(j)) continue;
-    store_run(sums + j * step, dweight[j]);
-    store_run(sums + width + j * step, dbias[j]);
-  }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (kShares) {
-    if (sharing > 1) {  // where a block has one group
-      if constexpr (kPieces == 2) call_add_shared_sums(shared, out, width, cols, p.pitch, sharing);
-      else add_shared_sums(shared, out, width, cols, p.pitch, sharing);
-      return;
-    }
-  }
-#endif
-  __syncthreads();
-  for (int item = threadIdx.x; item < 2 * width; item += blockDim.x) {
-    const int col = item < width ? item : item - width;
-    if (col >= cols) continue;
-    Acc sum = 0;
-#pragma unroll 4
-    for (int g = 0; g < groups; ++g) sum += shared[g * 2 * width + item];
-    out[(item < width ? 0 : p.pitch) + col] = sum;
-  }
+  write_partial<Elem, kPieces, kRagged, kCluster, kPieceBytes>(p, dweight, dbias, begin, first, step, end, cols, block,
+                                                               threads, group, groups,
+                                                               reinterpret_cast<Acc*>(dynamic_shared));
 }
 
 }  // namespace fastln

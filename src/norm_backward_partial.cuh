@@ -1,9 +1,12 @@
-// The partial sums of dweight and dbias: how a block, or two of them, writes one, and the kernel that adds them up.
+// The partial sums of dweight and dbias: how a block, or several of a cluster, write one, and the kernel that adds them up.
 #pragma once
 
 #include <cooperative_groups.h>
 
 #include "async_copy.cuh"
+#include "norm_backward_plan.h"
+#include "norm_backward_ragged.cuh"
+#include "norm_rows.h"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -79,6 +82,58 @@ __device__ __noinline__ void call_add_shared_sums(const float* shared, float* ou
   add_shared_sums(shared, out, width, cols, pitch, sharing);
 }
 #endif
+
+// Writes the partial sum of a block: what its groups have summed, added up; with p.sharing, also over that many blocks of a
+// cluster. A thread has kRuns runs of columns, run j from column first + j * step of the slice that begins at `begin`, if
+// that is before `end`. The slice has `cols` columns. `shared` is the memory of the ring, as [groups, 2, width].
+template <typename Elem, int kPieces, bool kRagged, bool kCluster, int kPieceBytes, typename Acc, int kRuns, int kRun,
+          typename Count>
+__device__ __forceinline__ void write_partial(const BackwardLaunch& p, const Acc (&dweight)[kRuns][kRun],
+                                              const Acc (&dbias)[kRuns][kRun], int64_t begin, int first, int step,
+                                              int end, int cols, Count block, int threads, int group, int groups,
+                                              Acc* shared) {
+  constexpr int kAccess = Runs<Elem, kPieces, kRagged, kPieceBytes>::kAccess;
+  constexpr bool kShares = backward_may_share(sizeof(Elem), kPieces, kRagged, kCluster, kPieceBytes);
+  const int sharing = kShares ? p.sharing : 1;
+  Acc* out = static_cast<Acc*>(p.partial) + static_cast<int64_t>(block / sharing) * 2 * p.pitch + begin;  // [2, pitch]
+  if (groups == 1 && sharing == 1) {
+#pragma unroll
+    for (int j = 0; j < kRuns; ++j) {
+      store_sums(out, dweight[j], first + j * step, end);
+      store_sums(out + p.pitch, dbias[j], first + j * step, end);
+    }
+    return;
+  }
+  // Added up through shared memory; nothing in the ring is waited for any more.
+  wait_for_copies(0);
+  __syncthreads();
+  const int width = summed_width(threads, kPieces, kAccess, kRagged);
+  Acc* sums = shared + group * 2 * width + first;
+#pragma unroll
+  for (int j = 0; j < kRuns; ++j) {
+    if (first + j * step >= end) continue;
+    store_run(sums + j * step, dweight[j]);
+    store_run(sums + width + j * step, dbias[j]);
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kShares) {
+    if (sharing > 1) {  // where a block has one group
+      if constexpr (kPieces == 2) call_add_shared_sums(shared, out, width, cols, p.pitch, sharing);
+      else add_shared_sums(shared, out, width, cols, p.pitch, sharing);
+      return;
+    }
+  }
+#endif
+  __syncthreads();
+  for (int item = threadIdx.x; item < 2 * width; item += blockDim.x) {
+    const int col = item < width ? item : item - width;
+    if (col >= cols) continue;
+    Acc sum = 0;
+#pragma unroll 4
+    for (int g = 0; g < groups; ++g) sum += shared[g * 2 * width + item];
+    out[(item < width ? 0 : p.pitch) + col] = sum;
+  }
+}
 
 constexpr int kAddThreads = 512;
 
