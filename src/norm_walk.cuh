@@ -46,6 +46,7 @@ __global__ void __maxnreg__((walk_registers(kPieces))) norm_walk(const NormRows 
   const bool has_tail = t < cols - whole;
   const int tail_at = whole + t - first;
 
+  wait_for_previous_kernel();
   V weight[kCount], bias[kCount];
   Acc tail_scale = 1, tail_shift = 0;
   const auto load_param = [&](V(&param)[kCount], Acc& of_tail, const void* from, int otherwise) {
@@ -67,7 +68,6 @@ __global__ void __maxnreg__((walk_registers(kPieces))) norm_walk(const NormRows 
   const BlockSum<Acc, 2> block(partial, p.threads > kWarp);
   const Acc per_col = p.per_col_as(Acc());
 
-  wait_for_previous_kernel();
   V next[kCount];  // past the row, zeros
   Vec<Elem, 1> next_tail{};
   const auto fetch = [&] {

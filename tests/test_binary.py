@@ -69,16 +69,21 @@ def resource_usage():
 
 
 @functools.cache
-def memory_instructions():
-    """{function: its memory instructions, such as "LDG.E.EF.128"} on the first arch; all archs share the source."""
-    instructions = defaultdict(list)
+def instructions(arch, pattern):
+    """{function: those of its instructions in the arch's machine code that match, such as "LDG.E.EF.128", in order}"""
+    found = defaultdict(list)
     function = None
-    for line in cuobjdump("-sass", "-arch", sm(ARCHS[0])).splitlines():
+    for line in cuobjdump("-sass", "-arch", sm(arch)).splitlines():
         if match := re.search(r"Function : (.*)", line):
             function = match[1]
-        elif match := re.search(r"\b((?:LDG|STG|LDL|STL)[.A-Z0-9a-z_]*)", line):
-            instructions[function].append(match[1])
-    return instructions
+        elif match := re.search(rf"\b((?:{pattern})[.A-Z0-9a-z_]*)", line):
+            found[function].append(match[1])
+    return found
+
+
+def memory_instructions():
+    """Those on the first arch; all archs share the source."""
+    return instructions(ARCHS[0], "LDG|STG|LDL|STL")
 
 
 def widths(kernel, operation):
@@ -151,6 +156,16 @@ def test_no_kernel_spills_registers(arch):
 def test_no_kernel_touches_local_memory():
     local = {name for name, texts in memory_instructions().items() if any(t[:3] in ("LDL", "STL") for t in texts)}
     assert local == set()
+
+
+@pytest.mark.skipif("9.0" not in ARCHS, reason="the first arch on which a kernel may begin before another ends")
+def test_no_kernel_reads_or_writes_before_the_kernel_before_it_has_ended():
+    # ACQBULK is griddepcontrol.wait. The kernel before may have made what is read, parameters too.
+    code = instructions("9.0", "ACQBULK|LDG|STG|UBLKCP")
+    assert len(code) > 400
+    waits = {name: texts for name, texts in code.items() if any("ACQBULK" in text for text in texts)}
+    assert {name for name in code.keys() - waits.keys() if "fastln" in name} == set()
+    assert {name: texts[0] for name, texts in waits.items() if "ACQBULK" not in texts[0]} == {}
 
 
 @pytest.mark.parametrize("name", ["f32x4", "f16x8_pack_f16", "f16x8_pack_f32"])
