@@ -116,19 +116,17 @@ void (*find_walk(int pieces))(NormRows) {
   return nullptr;
 }
 
-// Whether each row of x and of y begins, and ends, at multiples of 16 bytes.
-template <typename Elem>
-bool rows_are_whole(const NormRows& p) {
-  constexpr int64_t kBytes = sizeof(Elem);
-  return rows_are_aligned(p.x, p.rows, p.x_stride * kBytes) && is_aligned(p.y) &&
-         p.cols * kBytes % kMaxAccessBytes == 0;
-}
-
 // Whether each access to a row is aligned, which the row's length alone does not say.
 template <typename Elem, RowLayout kRows>
 bool accesses_are_aligned(const NormRows& p) {
   constexpr int64_t kElem = sizeof(Elem), kBytes = kAccessElements<Elem, kRows> * kElem;
   return rows_are_aligned(p.x, p.rows, p.x_stride * kElem, kBytes) && is_aligned(p.y, kBytes);
+}
+
+// Whether each row of x and of y begins, and ends, at multiples of 16 bytes.
+template <typename Elem>
+bool rows_are_whole(const NormRows& p) {
+  return accesses_are_aligned<Elem, RowLayout::kWhole>(p) && p.cols * sizeof(Elem) % kMaxAccessBytes == 0;
 }
 
 // How rows that are not whole are added up, which follows from their length alone.
@@ -262,12 +260,14 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
       constexpr RowLayout kRows = decltype(wanted)::value;
       if (kernel || rows != kRows) return;
       if constexpr (sizeof(Elem) == 2 && !kWide && (kRows == RowLayout::kWords || kRows == RowLayout::kPairs)) {
-        if (accesses_are_aligned<Elem, kRows>(p))
-          rows_a_group = rows_to_walk(p.rows, plan.pieces, plan.threads, device.sms);
-        if (rows_a_group > 1)
+        const int64_t many =
+            accesses_are_aligned<Elem, kRows>(p) ? rows_to_walk(p.rows, plan.pieces, plan.threads, device.sms) : 1;
+        if (many > 1)
           kernel = warps ? find_walk<Elem, kRows, true>(plan.pieces) : find_walk<Elem, kRows, false>(plan.pieces);
-        if (kernel) return;
-        rows_a_group = 1;
+        if (kernel) {
+          rows_a_group = many;
+          return;
+        }
       }
       kernel = warps ? find_forward<Elem, Param, kRows, true>(plan.pieces, fetch)
                      : find_forward<Elem, Param, kRows, false>(plan.pieces, fetch);

@@ -42,33 +42,31 @@ constexpr bool rows_are_half_pieces(int64_t cols, int64_t element_bytes) { retur
 // idle, or else the one that leaves the fewest; of two that leave the same number, the one with more pieces.
 //
 // Rows that a cluster shares (norm_cluster.cuh) spread over up to `cluster` blocks before a block gets more than
-// max_threads of theirs, on GPUs that have clusters of so many. `min_row`, `max_row`: pieces. `whole`: only rows of whole
-// pieces; `or_halves`: or of half pieces; `halves`: only those. `full_bytes`: only whole ones of elements of so many bytes
-// that leave no load idle.
+// max_threads of theirs, on GPUs that have clusters of so many. `min_row`, `max_row`: pieces. `lengths`: only such
+// rows. `full_bytes`: only whole ones of elements of so many bytes that leave no load idle.
 //
 // Measured on an H200, float16, as multiples of a copy in the same run (bench/tune.py, threads x pieces):
+enum class Lengths { kAny, kWhole, kWholeOrHalves, kHalves };  // of whole pieces, of half pieces
 struct Tuning {
   int64_t max_row;
   int max_threads;
   int pieces[2];
   int cluster = 1;
-  bool whole = false;
-  bool or_halves = false;
-  bool halves = false;
+  Lengths lengths = Lengths::kAny;
   int full_bytes = 0;
   int64_t min_row = 0;
 };
 constexpr Tuning kTuning[] = {
     // In norm_walk.cuh 524288x100: 8x2 1.24, 4x3 1.47. 524288x84: 1.32, 1.49. (In norm_forward.cuh 1.40, 1.47; 1.60, 1.49.)
-    {.max_row = 12, .max_threads = 512, .pieces = {2}, .halves = true, .min_row = 9},
+    {.max_row = 12, .max_threads = 512, .pieces = {2}, .lengths = Lengths::kHalves, .min_row = 9},
     // 32768x256: 16x2 1.02, 8x4 1.06, 32x1 1.29. 131072x512: 32x2 0.98, 16x4 0.98; 16x512: 32x2 1.22, 16x4 1.34.
     {.max_row = 64, .max_threads = 512, .pieces = {2, 3}},
     // 4096x1024: 32x4 1.11, 64x2 1.14, 16x8 1.27. 65536x1024: 32x4 0.99, 64x2 0.98. 32768x768: 32x3 0.98, 32x4 1.03,
     // 64x2 1.15. 65536x640: 32x3 1.01, 32x4 1.06, 64x2 1.31. (4096x1025: 64x2 1.59, 32x4 1.75.)
     // Half pieces: 65536x1004 32x4 68.2 us, 64x2 77.5; 32768x1028 37.5, 40.9.
-    {.max_row = 128, .max_threads = 512, .pieces = {4, 3}, .whole = true, .or_halves = true},
+    {.max_row = 128, .max_threads = 512, .pieces = {4, 3}, .lengths = Lengths::kWholeOrHalves},
     // bfloat16: 32768x1152 32x5 1.01, 64x3 1.10; 32768x1280 1.00, 1.05. float16: 1.00, 1.03; 1.00, 1.00.
-    {.max_row = 160, .max_threads = 512, .pieces = {5}, .whole = true},
+    {.max_row = 160, .max_threads = 512, .pieces = {5}, .lengths = Lengths::kWhole},
     // 32768x1152: 64x3 1.03, 64x4 1.21. 32768x1536: 64x3 0.98, 96x2 0.99. float32 32768x768: 64x3 0.97, 96x2 0.98.
     {.max_row = 192, .max_threads = 512, .pieces = {3, 2}},
     // bfloat16 4096x2048: 64x4 1.02, 128x2 1.07; 8192x2048 0.98, 1.05; 32768x2048 0.96, 0.99; but 16x2048 1.30, 1.26.
@@ -82,14 +80,14 @@ constexpr Tuning kTuning[] = {
     // 4096x4096: 128x4 1.13, 256x2 1.16 (and at 16 rows 256x2 is 7 % ahead). 2048x16384: 512x4 1.14, 256x8 1.16.
     {.max_row = 2048, .max_threads = 512, .pieces = {4, 3}},
     // 2048x20480: 640x4 1.06, 512x5 1.07, 320x8 1.10. float32 2048x12288: 768x4 1.03, 640x5 1.03, 384x8 1.07.
-    {.max_row = 3072, .max_threads = kLongBlock, .pieces = {4}, .whole = true},
+    {.max_row = 3072, .max_threads = kLongBlock, .pieces = {4}, .lengths = Lengths::kWhole},
     // 2048x32768: 512x8 1.11, 1024x4 1.28, eight blocks of 64x8 1.11.
     {.max_row = 4096, .max_threads = 512, .pieces = {8}},
     // 512x65536: eight blocks of 128x8 1.15, 1024x8 1.42. 512x131072: eight of 256x8 1.12, four of 512x8 1.15.
     // float32 1024x20480: eight of 96x8 1.11, 640x8 1.28.
-    {.max_row = 8 * 4096, .max_threads = 128, .pieces = {8}, .cluster = kPortableCluster, .whole = true},
+    {.max_row = 8 * 4096, .max_threads = 128, .pieces = {8}, .cluster = kPortableCluster, .lengths = Lengths::kWhole},
     // float32 128x262144: sixteen of 512x8 1.33, in chunks 1.65 at twice the columns.
-    {.max_row = 16 * 4096, .max_threads = 512, .pieces = {8}, .cluster = kMaxCluster, .whole = true},
+    {.max_row = 16 * 4096, .max_threads = 512, .pieces = {8}, .cluster = kMaxCluster, .lengths = Lengths::kWhole},
     // Without clusters.
     {.max_row = 8192, .max_threads = 1024, .pieces = {8}},
 };
@@ -114,8 +112,9 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   const int64_t row_pieces = cols * element_bytes / 16;
   const int64_t tail = cols * element_bytes % 16 / element_bytes;  // elements behind the last piece, a thread each
   for (const Tuning& row : kTuning) {
-    const bool has_halves = rows_are_half_pieces(cols, element_bytes);
-    const bool suits = row.halves ? has_halves : !row.whole || !shifted || (row.or_halves && has_halves);
+    const bool is_whole = !shifted && row.lengths != Lengths::kHalves;
+    const bool has_halves = rows_are_half_pieces(cols, element_bytes) && row.lengths != Lengths::kWhole;
+    const bool suits = row.lengths == Lengths::kAny || is_whole || has_halves;
     if (row_pieces < row.min_row || row_pieces > row.max_row || !suits || row.cluster > max_cluster) continue;
     if (row.max_threads == kLongBlock && !holds_long_blocks(element_bytes, max_cluster, wide_blocks)) continue;
     const int max_threads = wide_blocks ? row.max_threads : std::min(row.max_threads, 512);
