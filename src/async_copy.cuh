@@ -56,13 +56,21 @@ __device__ __forceinline__ V load_shared_vec(uint32_t address) {
   return v;
 }
 
-// A vector as 16 bytes of shared memory.
+// The same to shared memory.
 template <typename V>
 __device__ __forceinline__ void store_shared_vec(uint32_t address, const V& v) {
-  static_assert(V::kBytes == 16);
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.bits[0]), "r"(v.bits[1]),
-               "r"(v.bits[2]), "r"(v.bits[3])
-               : "memory");
+  if constexpr (V::kBytes == 16) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.bits[0]), "r"(v.bits[1]),
+                 "r"(v.bits[2]), "r"(v.bits[3])
+                 : "memory");
+  } else if constexpr (V::kBytes == 8) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.bits[0]), "r"(v.bits[1]) : "memory");
+  } else if constexpr (V::kBytes == 4) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v.bits[0]) : "memory");
+  } else {
+    static_assert(V::kBytes == 2);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(v.bits[0])) : "memory");
+  }
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -117,6 +125,22 @@ __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, i
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// Makes this thread's writes to shared memory visible to bulk copies that another thread starts behind a barrier.
+__device__ __forceinline__ void publish_to_bulk_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A bulk copy from shared to global memory; addresses and size are multiples of 16 bytes. The thread that starts it can
+// wait until all that it started have read, or have ended.
+__device__ __forceinline__ void write_bulk(void* global, uint32_t shared, int bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void wait_for_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // The same place in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ uint32_t remote_address(uint32_t shared, int rank) {

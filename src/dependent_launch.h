@@ -4,7 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
+
+#include "device.h"
 
 namespace fastln {
 
@@ -45,5 +49,26 @@ class LaunchConfig {
   cudaLaunchConfig_t config_{};
   cudaLaunchAttribute attributes_[2]{};
 };
+
+// The kernel, which may then be launched with as much shared memory as a block can have, in clusters of any size. CUDA
+// is told once a device. kDivideAlike: the multiprocessor's memory is divided alike for all such kernels, most of it
+// shared memory, or a block of one could not join those of another there; otherwise L1 has what the blocks leave.
+template <auto kKernel, bool kDivideAlike = true>
+cudaError_t prepare(const DeviceFacts& device, decltype(kKernel)* out) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};
+  *out = kKernel;
+  if (done[device.index].load(std::memory_order_acquire)) return cudaSuccess;
+  const auto kernel = reinterpret_cast<const void*>(kKernel);
+  cudaFuncAttributes facts{};
+  cudaError_t err = cudaFuncGetAttributes(&facts, kernel);
+  const auto room = static_cast<int>(device.shared_bytes_block) - static_cast<int>(facts.sharedSizeBytes);
+  if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+  if (err == cudaSuccess && device.has_hopper_code)
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (err == cudaSuccess && kDivideAlike)
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (err == cudaSuccess) done[device.index].store(true, std::memory_order_release);
+  return err;
+}
 
 }  // namespace fastln

@@ -19,27 +19,6 @@
 
 namespace fastln {
 
-// The kernel, which may then be launched with as much shared memory as a block can have. The multiprocessor's memory is
-// divided alike for all of these kernels, or a block of one could not join those of another there. CUDA is told once a
-// device.
-template <auto kKernel>
-cudaError_t prepare(const DeviceFacts& device, decltype(kKernel)* out) {
-  static std::array<std::atomic<bool>, kMaxDevices> done{};
-  *out = kKernel;
-  if (done[device.index].load(std::memory_order_acquire)) return cudaSuccess;
-  const auto kernel = reinterpret_cast<const void*>(kKernel);
-  cudaFuncAttributes facts{};
-  cudaError_t err = cudaFuncGetAttributes(&facts, kernel);
-  const auto room = static_cast<int>(device.shared_bytes_block) - static_cast<int>(facts.sharedSizeBytes);
-  if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
-  if (err == cudaSuccess && device.has_hopper_code)
-    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (err == cudaSuccess)
-    err = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (err == cudaSuccess) done[device.index].store(true, std::memory_order_release);
-  return err;
-}
-
 // Every compiled variant of norm_backward. `sums`: of columns are wanted; where they are not, rows that
 // backward_has_lean() leaves out still get the variant that keeps them.
 template <typename Elem, typename Param>

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "dependent_launch.h"
+#include "norm_bundle.cuh"
 #include "norm_cluster.cuh"
 #include "norm_forward.cuh"
 #include "norm_launch.h"
@@ -116,6 +117,37 @@ void (*find_walk(int pieces))(NormRows) {
   return nullptr;
 }
 
+// Every compiled variant of norm_bundle.
+template <typename Elem, RowLayout kRows>
+cudaError_t find_bundle(const Plan& plan, const DeviceFacts& device, void (**out)(BundleLaunch)) {
+  *out = nullptr;
+  cudaError_t err = cudaSuccess;
+  const auto take = [&](auto pieces, auto threads) {
+    constexpr int kPieces = decltype(pieces)::value, kThreads = decltype(threads)::value;
+    if (plan.pieces == kPieces && (kThreads > 0 ? plan.threads == kThreads : plan.threads > kWarp))
+      err = prepare<norm_bundle<Elem, kPieces, kRows, kThreads>, false>(device, out);
+  };
+  constexpr std::integral_constant<int, 2> kTwo;
+  constexpr std::integral_constant<int, 3> kThree;
+  const auto take_threads = [&](auto threads) {
+    take(kTwo, threads);
+    take(kThree, threads);
+  };
+  // plan() has no pairs in three pieces of four threads or fewer, and norm_walk() takes those of a warp as well.
+  take(kTwo, std::integral_constant<int, 4>());
+  take_threads(std::integral_constant<int, 8>());
+  take_threads(std::integral_constant<int, 16>());
+  if constexpr (kRows == RowLayout::kShifted) {
+    take_threads(std::integral_constant<int, 1>());
+    take_threads(std::integral_constant<int, 2>());
+    take(kThree, std::integral_constant<int, 4>());
+    take_threads(std::integral_constant<int, kWarp>());
+    take_threads(std::integral_constant<int, 0>());
+    take(std::integral_constant<int, 4>(), std::integral_constant<int, 0>());
+  }
+  return err;
+}
+
 // Whether each access to a row is aligned, which the row's length alone does not say.
 template <typename Elem, RowLayout kRows>
 bool accesses_are_aligned(const NormRows& p) {
@@ -159,6 +191,29 @@ cudaError_t resident_clusters(int cluster, const DeviceFacts& device, int* out) 
   *out = std::max(*out, 1);  // the launch will say why none fits
   entry.store(*out, std::memory_order_release);
   return err;
+}
+
+// Has norm_bundle() take the rows, if it can and there are many; *taken says whether.
+template <typename Elem, RowLayout kRows>
+cudaError_t launch_bundles(const NormRows& rows, const Plan& plan, const DeviceFacts& device, cudaStream_t stream,
+                           bool* taken) {
+  *taken = false;
+  const Bundles bundles = bundles_of(plan, rows.cols, rows.x_stride == rows.cols, device);
+  if (!takes_bundles(bundles, plan, rows.rows, kRows == RowLayout::kPairs, device.sms)) return cudaSuccess;
+  if (kRows != RowLayout::kShifted && !accesses_are_aligned<Elem, kRows>(rows)) return cudaSuccess;
+  void (*kernel)(BundleLaunch);
+  const cudaError_t err = find_bundle<Elem, kRows>(plan, device, &kernel);
+  *taken = err != cudaSuccess || kernel;
+  if (err != cudaSuccess || !kernel) return err;
+  BundleLaunch p{rows};
+  p.bundle_rows = bundles.rows;
+  p.buffer_bytes = static_cast<int>(bundles.buffer_bytes);
+  p.out_buffers = bundles.out_buffers;
+  const int64_t blocks =
+      std::min(int64_t{bundles.resident} * device.sms, (rows.rows + bundles.rows - 1) / bundles.rows);
+  const LaunchConfig config(dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(bundles.threads)),
+                            bundles.shared_bytes(), 1, true, stream);
+  return cudaLaunchKernelEx(config.get(), kernel, p);
 }
 
 template <typename Elem, typename Param>
@@ -249,6 +304,7 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
     const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
     void (*kernel)(NormRows) = nullptr;
+    bool launched = false;
     int64_t rows_a_group = 1;
     if constexpr (sizeof(Elem) <= 4) {
       if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
@@ -258,7 +314,14 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     }
     const auto find = [&](auto wanted) {
       constexpr RowLayout kRows = decltype(wanted)::value;
-      if (kernel || rows != kRows) return;
+      if (kernel || launched || rows != kRows) return;
+      if constexpr (sizeof(Elem) == 2 && !kWide && (kRows == RowLayout::kShifted || kRows == RowLayout::kPairs)) {
+        const cudaError_t bundled = launch_bundles<Elem, kRows>(p, plan, device, s, &launched);
+        if (launched) {
+          err = bundled;
+          return;
+        }
+      }
       if constexpr (sizeof(Elem) == 2 && !kWide && (kRows == RowLayout::kWords || kRows == RowLayout::kPairs)) {
         const int64_t many =
             accesses_are_aligned<Elem, kRows>(p) ? rows_to_walk(p.rows, plan.pieces, plan.threads, device.sms) : 1;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "norm_forward.cuh"
+#include "norm_values.cuh"
 
 namespace fastln {
 
@@ -92,28 +93,9 @@ __global__ void __maxnreg__((walk_registers(kPieces))) norm_walk(const NormRows 
     x += x_step;
     if (goes_on) fetch();
 
-    Acc sums[kPiece];  // independent ones over the accesses, then added pairwise
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i) {
-        const int k = j * kAccess + i;
-        sums[k % kPiece] = k < kPiece ? v[j][i] : add(sums[k % kPiece], v[j][i]);
-      }
-    }
-    const Acc sum = add(pairwise_sum(sums), tail[0]);
+    const Acc sum = add(sum_values<kPiece>(v), tail[0]);
     const Acc mean = mul(group_sum<kWarps, true, 0>(sum, p.threads, block), per_col);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const Acc centre = inside(j) ? mean : Acc(0);  // zeros about zero add nothing
-#pragma unroll
-      for (int i = 0; i < kAccess; ++i) {
-        const int k = j * kAccess + i;
-        v[j][i] = sub(v[j][i], centre);
-        sums[k % kPiece] = k < kPiece ? mul(v[j][i], v[j][i]) : fma(v[j][i], v[j][i], sums[k % kPiece]);
-      }
-    }
-    Acc squares = pairwise_sum(sums);
+    Acc squares = centre_values<kPiece>(v, mean, inside);
     tail[0] = sub(tail[0], mean);
     if (has_tail) squares = fma(tail[0], tail[0], squares);
     const Acc variance = group_sum<kWarps, true, 1>(mul(squares, per_col), p.threads, block);

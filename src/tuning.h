@@ -162,6 +162,58 @@ inline int64_t rows_to_walk(int64_t rows, int pieces, int threads, int sms) {
   return (rows + waves * resident - 1) / (waves * resident);
 }
 
+// Rows of 16-bit elements as norm_bundle() takes them.
+constexpr int kBundleWarps = 8;       // of a block whose groups are warps or parts of one
+constexpr int kBundleAlignment = 32;  // bytes, of its copies: a sector
+
+// Registers of a thread of norm_bundle(), at most. (Four pieces in 80, with weight and bias fetched for each row: 4096x4097
+// 21.9 us, in 96 20.2; 8192x3001 29.6, 27.9; but 2048x12289, of which two rows are resident in 80, 31.8, 35.6. Two pieces
+// with weight and bias unpacked once, in 72: 131072x257 39.0, in 64 37.5.)
+constexpr int bundle_registers(int pieces) { return pieces == 2 ? 64 : pieces == 3 ? 80 : 96; }
+
+struct Bundles {
+  int rows = 0;      // of a bundle; 0 where norm_bundle() cannot take them
+  int threads = 0;   // of a block
+  int resident = 0;  // blocks of a multiprocessor
+  int out_buffers = 2;
+  int64_t buffer_bytes = 0;
+
+  constexpr int64_t shared_bytes() const { return (2 + out_buffers) * buffer_bytes; }
+};
+
+// side_by_side: each row begins where the one before it ends.
+inline Bundles bundles_of(const Plan& plan, int64_t cols, bool side_by_side, const DeviceFacts& device) {
+  Bundles out;
+  if (!device.has_hopper_code || plan.pieces < 2 || plan.pieces > 4 || plan.cluster > 1) return out;
+  if (plan.threads <= kWarp) {
+    if (!side_by_side || plan.pieces > 3) return out;
+    out.threads = kBundleWarps * kWarp;
+    out.rows = out.threads / plan.threads;
+  } else {
+    // Up to 6 KB two rows share a block (32768x1025: 37.0 us, one 42.6; 8192x3001 28.8, 29.6; but 4096x4097 22.6, 21.9).
+    out.rows = side_by_side && plan.pieces * plan.threads <= 384 ? 2 : 1;
+    out.threads = out.rows * plan.threads;
+    out.out_buffers = out.rows;
+  }
+  // Before and behind a bundle, what makes its sectors whole.
+  out.buffer_bytes = (out.rows * cols * 2 + 2 * kBundleAlignment + 127) / 128 * 128;
+  constexpr int64_t kStaticBytes = 512, kReservedBytes = 1024;  // at most; a block's share that CUDA takes
+  const int64_t bytes = out.shared_bytes() + kStaticBytes;
+  if (bytes > device.shared_bytes_block) return Bundles{};
+  out.resident = static_cast<int>(std::min(device.shared_bytes_sm / (bytes + kReservedBytes),
+                                           int64_t{kRegistersPerSm / (bundle_registers(plan.pieces) * out.threads)}));
+  return out.resident > 0 ? out : Bundles{};
+}
+
+// Whether norm_bundle() takes so many rows: where norm_forward() shifts pieces, from about half as many as stay resident
+// (2048x769, 0.65 times those, 4.5 us, norm_forward 4.8; but 4096x257, 0.48 times, 4.0, 4.0). Of four pieces, and where
+// norm_walk() takes fewer, from twice as many (1536x4097, 2.3 times, 10.7, 11.4; 512x8193, 1.9 times, 8.4, 8.3;
+// 24000x140, 1.9 times, 6.4, walking 6.5; 9500x300, 1.5 times, 6.3, 5.6).
+inline bool takes_bundles(const Bundles& bundles, const Plan& plan, int64_t rows, bool pairs, int sms) {
+  const int64_t resident = int64_t{sms} * bundles.resident * bundles.rows;
+  return bundles.rows > 0 && (pairs || plan.pieces == 4 ? rows > 2 * resident : 10 * rows > 6 * resident);
+}
+
 // When weight and bias are fetched, of rows that norm_forward takes. It changes no bit.
 enum class Fetch {
   kEarly,  // before the reductions, which hide their latency

@@ -75,6 +75,31 @@ void check_walks() {
       }
 }
 
+// Blocks of norm_bundle() fit a block's and a multiprocessor's shared memory and registers.
+void check_bundles() {
+  constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA takes of each block
+  for (const DeviceFacts& device : {gpu(9, 0, 132, 228), gpu(10, 0, 148, 228), gpu(12, 0, 170, 100)})
+    for (int64_t cols = 1; cols <= 40000; ++cols)
+      for (const bool side_by_side : {false, true}) {
+        const Plan forward = plan(cols, 2, kMaxCluster, device.major == 9);
+        const Bundles bundles = bundles_of(forward, cols, side_by_side, device);
+        ++checked;
+        if (bundles.rows == 0) continue;
+        const int64_t bytes = bundles.shared_bytes() + 512;  // and what is static
+        const bool fits = bytes <= device.shared_bytes_block &&
+                          bundles.resident * (bytes + kReserved) <= device.shared_bytes_sm &&
+                          bundles.resident * bundles.threads * bundle_registers(forward.pieces) <= kRegistersPerSm;
+        const bool holds = bundles.buffer_bytes % 128 == 0 &&
+                           bundles.buffer_bytes >= 2 * bundles.rows * cols + 2 * kBundleAlignment - 4;
+        const bool block = bundles.threads <= 1024 && bundles.threads % kWarp == 0 && bundles.threads >= 2 * kWarp &&
+                           bundles.rows * forward.threads == bundles.threads;
+        if (fits && holds && block && (side_by_side || bundles.rows == 1)) continue;
+        std::printf("%lld columns on %d.%d: bundles of %d rows, %d threads, %d blocks, %lld bytes\n",
+                    static_cast<long long>(cols), device.major, device.minor, bundles.rows, bundles.threads,
+                    bundles.resident, static_cast<long long>(bytes));
+      }
+}
+
 void check_code(const char* list, Arch gpu, int major) {
   ++checked;
   const int got = code_major(parse_archs(list), gpu);
@@ -106,5 +131,6 @@ int main() {
   fastln::check_codes();
   fastln::check_all_backwards();
   fastln::check_walks();
+  fastln::check_bundles();
   std::printf("checked %lld\n", static_cast<long long>(fastln::checked));
 }

@@ -160,7 +160,7 @@ def test_side_stream_of_a_gpu_that_is_not_the_current_one(call, second_cuda):
 
 # ---------------------------------------------------------------------------- which kernels there are
 
-TEMPLATE = re.compile(r"fastln::((?:norm_forward|norm_short|norm_walk|norm_cluster|split_\w+)<.*?>)\(")
+TEMPLATE = re.compile(r"fastln::((?:norm_forward|norm_short|norm_walk|norm_bundle|norm_cluster|split_\w+)<.*?>)\(")
 
 
 def compiled_variants():
@@ -169,7 +169,9 @@ def compiled_variants():
         missing("c++filt")
     library = Path(fastln.__file__).with_name("libfastln.so").read_bytes()
     mangled = set(
-        re.findall(rb"_ZN6fastln\d+(?:norm_forward|norm_short|norm_walk|norm_cluster|split_[a-z_]+)I\w+", library)
+        re.findall(
+            rb"_ZN6fastln\d+(?:norm_forward|norm_short|norm_walk|norm_bundle|norm_cluster|split_[a-z_]+)I\w+", library
+        )
     )
     plain = subprocess.run(["c++filt"], input=b"\n".join(mangled), capture_output=True, check=True).stdout.decode()
     return {match[1] for line in plain.splitlines() if (match := TEMPLATE.match(line.removeprefix("void ")))}
@@ -199,6 +201,13 @@ def call_every_variant():
                     with forced(plan):
                         for b in (bias[:k], None):
                             fastln.layer_norm(form, [k], weight[:k], b)
+    # Many rows that no plan has to be forced for, side by side and apart: of odd columns, and of pairs of words.
+    bundles = [*itertools.product((2, 3), (1, 2, 4, 8, 16, 32, 64)), (4, 128)]
+    for dtype, (n, t), more in itertools.product((torch.float16, torch.bfloat16), bundles, (1, 4)):
+        k = whole_cols(dtype, n * t) + more
+        apart = torch.zeros(past_l2_rows(k, dtype), k + 4, dtype=dtype, device="cuda")[:, :k]
+        for x in (apart, apart.contiguous()):
+            fastln.layer_norm(x, [k])
 
 
 def test_every_compiled_variant_is_reached(cuda):
@@ -214,6 +223,6 @@ def test_every_compiled_variant_is_reached(cuda):
     launched = {match[1] for name in names if (match := TEMPLATE.search(name))}
     compiled = compiled_variants()
     # Both sets are what TEMPLATE and compiled_variants() recognize. A kernel that they lose is missing from both; only
-    # a floor just below today's count (about 325) tells.
-    assert len(compiled) >= 320
+    # a floor just below today's count (about 365) tells.
+    assert len(compiled) >= 360
     assert launched == compiled

@@ -68,6 +68,22 @@ def test_case_27_no_access_past_the_end_of_rows_that_groups_walk_over(cols, rows
     check(torch.float16, cols, device, rows=rows)
 
 
+@pytest.mark.parametrize(
+    ("cols", "rows", "offset", "gap"),
+    [
+        (17, 82_003, 0, 0),
+        (100, 35_001, 0, 0),
+        (101, 10_301, 3, 0),
+        (257, 5_201, 0, 0),
+        (1025, 1_301, 7, 0),
+        (4097, 1_325, 5, 2),
+    ],
+)
+def test_case_27_no_access_past_the_end_of_bundles_of_rows(cols, rows, offset, gap, device):
+    """Just enough rows for them on an H200, and no multiple of a bundle's."""
+    check(torch.float16, cols, device, rows=rows, offset=offset, gap=gap)
+
+
 @pytest.mark.no_racecheck
 @pytest.mark.parametrize("cluster", [2, 4, 8, 16])
 def test_case_27_no_access_past_the_end_in_a_cluster(cluster, device):
