@@ -49,7 +49,7 @@ __device__ __forceinline__ void with_constant(int i, const F& f) {
 // are parts of them share a bundle of as many rows as there are groups; those of one warp are eight rows apart, and so
 // lie alike in their pieces.
 template <typename Elem, int kPieces, RowLayout kRows, int kThreads>
-__global__ void __maxnreg__((bundle_registers(kPieces))) norm_bundle(const BundleLaunch p) {
+__global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bundle(const BundleLaunch p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Acc = AccOf<Elem>;
   constexpr int kElem = sizeof(Elem);

@@ -61,9 +61,11 @@ void (*find_forward(int pieces, Fetch fetch))(NormRows) {
     constexpr bool kTight = kFull && kPieces == 4 && !kWide;
     constexpr bool kHalf = kFull && kPieces == 4 && sizeof(Elem) == 2;
     constexpr bool kOne = kFull && (kPieces == 8 ? !kWide : kPieces >= 4 || (kPieces == 3 && kWide));
-    // Full rows of 3 and of 5 pieces are never fetched late.
-    constexpr bool kLate =
-        kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !(kFull && (kPieces == 3 || kPieces == 5));
+    // Full rows of 3 and of 5 pieces are never fetched late; nor are two shifted pieces of 16 bits with parameters of
+    // their own type, of which norm_bundle() takes as many rows as would be.
+    constexpr bool kBundled = kPieces == 2 && kRows == RowLayout::kShifted && sizeof(Elem) == 2 && !kWide;
+    constexpr bool kLate = kWarps && (kPieces > 2 || may_fetch_two_late(sizeof(Elem))) && !kBundled &&
+                           !(kFull && (kPieces == 3 || kPieces == 5));
     constexpr Fetch kElse = kEarly ? Fetch::kEarly : kOne ? Fetch::kOne : Fetch::kLate;
     if constexpr (kTight) {
       if (fetch == Fetch::kTight) return &norm_forward<Elem, Param, kPieces, Fetch::kTight, kRows, kWarps>;

@@ -105,8 +105,11 @@ inline int64_t group_of(int64_t wanted) {
   return threads;
 }
 
+// What kWideBlocksFit (norm_forward.cuh) says of the code that runs there.
+inline bool wide_blocks_fit(const DeviceFacts& device) { return device.major < 10; }
+
 // max_cluster: blocks of a cluster that the GPU takes, 1 without clusters; see forward_max_cluster(). wide_blocks:
-// before compute capability 10.0, see kWideBlocksFit.
+// wide_blocks_fit().
 inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blocks) {
   const bool shifted = cols * element_bytes % 16 != 0;
   const int64_t row_pieces = cols * element_bytes / 16;
@@ -168,8 +171,12 @@ constexpr int kBundleAlignment = 32;  // bytes, of its copies: a sector
 
 // Registers of a thread of norm_bundle(), at most. (Four pieces in 80, with weight and bias fetched for each row: 4096x4097
 // 21.9 us, in 96 20.2; 8192x3001 29.6, 27.9; but 2048x12289, of which two rows are resident in 80, 31.8, 35.6. Two pieces
-// with weight and bias unpacked once, in 72: 131072x257 39.0, in 64 37.5.)
-constexpr int bundle_registers(int pieces) { return pieces == 2 ? 64 : pieces == 3 ? 80 : 96; }
+// with weight and bias unpacked once, in 72: 131072x257 39.0, in 64 37.5. From compute capability 10.0 on, what the
+// compiler needs without spills.)
+constexpr int bundle_registers(int pieces, bool wide_blocks) {
+  if (!wide_blocks) return pieces == 2 ? 80 : pieces == 3 ? 96 : 128;
+  return pieces == 2 ? 64 : pieces == 3 ? 80 : 96;
+}
 
 struct Bundles {
   int rows = 0;      // of a bundle; 0 where norm_bundle() cannot take them
@@ -200,8 +207,9 @@ inline Bundles bundles_of(const Plan& plan, int64_t cols, bool side_by_side, con
   constexpr int64_t kStaticBytes = 512, kReservedBytes = 1024;  // at most; a block's share that CUDA takes
   const int64_t bytes = out.shared_bytes() + kStaticBytes;
   if (bytes > device.shared_bytes_block) return Bundles{};
+  const int registers = bundle_registers(plan.pieces, wide_blocks_fit(device));
   out.resident = static_cast<int>(std::min(device.shared_bytes_sm / (bytes + kReservedBytes),
-                                           int64_t{kRegistersPerSm / (bundle_registers(plan.pieces) * out.threads)}));
+                                           int64_t{kRegistersPerSm / (registers * out.threads)}));
   return out.resident > 0 ? out : Bundles{};
 }
 

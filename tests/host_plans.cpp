@@ -81,14 +81,15 @@ void check_bundles() {
   for (const DeviceFacts& device : {gpu(9, 0, 132, 228), gpu(10, 0, 148, 228), gpu(12, 0, 170, 100)})
     for (int64_t cols = 1; cols <= 40000; ++cols)
       for (const bool side_by_side : {false, true}) {
-        const Plan forward = plan(cols, 2, kMaxCluster, device.major == 9);
+        const Plan forward = plan(cols, 2, kMaxCluster, wide_blocks_fit(device));
         const Bundles bundles = bundles_of(forward, cols, side_by_side, device);
         ++checked;
         if (bundles.rows == 0) continue;
         const int64_t bytes = bundles.shared_bytes() + 512;  // and what is static
+        const int registers = bundle_registers(forward.pieces, wide_blocks_fit(device));
         const bool fits = bytes <= device.shared_bytes_block &&
                           bundles.resident * (bytes + kReserved) <= device.shared_bytes_sm &&
-                          bundles.resident * bundles.threads * bundle_registers(forward.pieces) <= kRegistersPerSm;
+                          bundles.resident * bundles.threads * registers <= kRegistersPerSm;
         const bool holds = bundles.buffer_bytes % 128 == 0 &&
                            bundles.buffer_bytes >= 2 * bundles.rows * cols + 2 * kBundleAlignment - 4;
         const bool block = bundles.threads <= 1024 && bundles.threads % kWarp == 0 && bundles.threads >= 2 * kWarp &&

@@ -118,14 +118,20 @@ def test_a_launch_does_not_wait_for_the_gpu(cuda):
     forms = [make(sample) for make in FORMS.values() for sample in samples]
     for form in forms:
         fastln.layer_norm(*form)
+
+    def finish_before_earlier_work():
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        asleep = torch.cuda.Event()
+        asleep.record()
+        for form in forms:
+            fastln.layer_norm(*form)
+        return not asleep.query()
+
+    # Three times, for the host may be kept from its calls that long by other processes, but hardly each time.
+    finished = any(finish_before_earlier_work() for _ in range(3))
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    asleep = torch.cuda.Event()
-    asleep.record()
-    for form in forms:
-        fastln.layer_norm(*form)
-    assert not asleep.query(), "a call returned only after earlier work of the stream had finished"
-    torch.cuda.synchronize()
+    assert finished, "calls returned only after earlier work of the stream had finished"
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
