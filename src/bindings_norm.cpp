@@ -76,7 +76,8 @@ void run_cuda(const char* op, const Tensor& input, size_t row_dims, const Option
   const CurrentDevice current(device);
   const DeviceFacts& facts = device_facts(device);
 
-  const Plan how = plan_for(cols, static_cast<int>(input.element_size()), forward_max_cluster(facts), wide_blocks_fit(facts));
+  const Plan how =
+      plan_for(cols, static_cast<int>(input.element_size()), forward_max_cluster(facts), wide_blocks_fit(facts));
   // The copies, if any, outlive the launch call.
   const auto stride = row_stride(input, row_dims);
   Tensor x = stride ? input : as_contiguous(input);

@@ -13,6 +13,7 @@
 
 #include "dependent_launch.h"
 #include "norm_backward.cuh"
+#include "norm_backward_bundle.cuh"
 #include "norm_backward_plan.h"
 #include "norm_backward_shared.h"
 #include "norm_launch.h"
@@ -59,6 +60,23 @@ cudaError_t find_backward(const BackwardPlan& plan, int pieces, bool ragged, boo
   return cudaErrorInvalidValue;
 }
 
+// Every compiled variant of norm_backward_bundle.
+template <typename Elem, typename Param>
+cudaError_t find_backward_bundle(const BackwardPlan& plan, const DeviceFacts& device,
+                                 void (**out)(BackwardBundleLaunch)) {
+  if constexpr (sizeof(Elem) == 2) {
+    const auto is = [&](int pieces, int threads) { return plan.pieces == pieces && plan.threads == threads; };
+    if (is(1, 4)) return prepare<norm_backward_bundle<Elem, Param, 1, 4>>(device, out);
+    if (is(1, 8)) return prepare<norm_backward_bundle<Elem, Param, 1, 8>>(device, out);
+    if (is(1, 16)) return prepare<norm_backward_bundle<Elem, Param, 1, 16>>(device, out);
+    if (is(1, kWarp)) return prepare<norm_backward_bundle<Elem, Param, 1, kWarp>>(device, out);
+    if (is(2, kWarp)) return prepare<norm_backward_bundle<Elem, Param, 2, kWarp>>(device, out);
+    if (plan.threads > kWarp && plan.pieces == 2) return prepare<norm_backward_bundle<Elem, Param, 2, 0>>(device, out);
+    if (plan.threads > kWarp && plan.pieces == 3) return prepare<norm_backward_bundle<Elem, Param, 3, 0>>(device, out);
+  }
+  return cudaErrorInvalidValue;
+}
+
 // For kernels that call wait_for_previous_kernel() before they touch memory. `blocks` of the grid's first dimension.
 template <typename... Args>
 cudaError_t launch(void (*kernel)(Args...), int64_t blocks, unsigned grid_y, int block, int64_t shared_bytes,
@@ -87,6 +105,22 @@ inline cudaError_t resident_clusters(void (*kernel)(BackwardLaunch), const Backw
       cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), config.get());
   if (err == cudaSuccess) *out = known[key] = std::max(clusters, 1);
   return err;
+}
+
+// The second kernel, which adds up the partial sums.
+template <typename Elem, typename Param>
+cudaError_t add_up(const BackwardLaunch& p, int64_t partials, const DeviceFacts& device, cudaStream_t stream) {
+  using Acc = AccOf<Elem>;
+  // As many columns a block as leave about a block a multiprocessor.
+  constexpr int64_t kRun = 16 / sizeof(Acc);
+  int lanes = 2;
+  while (lanes < kWarp && 2 * p.cols > lanes * kRun * device.sms) lanes *= 2;
+  const int64_t slices = (p.cols + lanes * kRun - 1) / (lanes * kRun);
+  void (*add)(const Acc*, int64_t, int64_t, int64_t, int, void*, void*);
+  const cudaError_t err = prepare<add_partials<Acc, Param>>(device, &add);
+  if (err != cudaSuccess) return err;
+  return launch(add, slices, 2, kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial), partials,
+                p.pitch, p.cols, lanes, p.dweight, p.dbias);
 }
 
 template <typename Elem, typename Param>
@@ -136,6 +170,17 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
     p.sums = averages;
   }
 
+  if (const BackwardBundles bundles = backward_bundles(grads, plan, sizeof(Elem), device); bundles.rows > 0) {
+    BackwardBundleLaunch b{p};
+    b.bundle_rows = bundles.rows;
+    b.buffer_bytes = static_cast<int>(bundles.buffer_bytes);
+    void (*kernel)(BackwardBundleLaunch);
+    err = find_backward_bundle<Elem, Param>(plan, device, &kernel);
+    if (err == cudaSuccess)
+      err = launch(kernel, bundles.blocks, 1, bundles.threads, bundles.shared_bytes, 1, device, stream, b);
+    return err != cudaSuccess || !p.partial ? err : add_up<Elem, Param>(p, grid.partials, device, stream);
+  }
+
   const BackwardShared shared = backward_shared(plan, p.cols, sizeof(Elem), p.partial != nullptr, device);
   p.stages = shared.stages;
 
@@ -166,16 +211,7 @@ cudaError_t launch_backward(const NormGrads& grads, const BackwardPlan& plan, co
   err = launch(kernel, round_up(p.column_blocks + row_blocks, cluster), 1, plan.block, shared.bytes, cluster, device,
                stream, p);
   if (err != cudaSuccess || !p.partial) return err;
-  // As many columns a block as leave about a block a multiprocessor.
-  constexpr int64_t kRun = 16 / sizeof(Acc);
-  int lanes = 2;
-  while (lanes < kWarp && 2 * p.cols > lanes * kRun * device.sms) lanes *= 2;
-  const int64_t added_slices = (p.cols + lanes * kRun - 1) / (lanes * kRun);
-  void (*add)(const Acc*, int64_t, int64_t, int64_t, int, void*, void*);
-  err = prepare<add_partials<Acc, Param>>(device, &add);
-  if (err != cudaSuccess) return err;
-  return launch(add, added_slices, 2, kAddThreads, 0, 1, device, stream, static_cast<const Acc*>(p.partial),
-                grid.partials, p.pitch, p.cols, lanes, p.dweight, p.dbias);
+  return add_up<Elem, Param>(p, grid.partials, device, stream);
 }
 
 template <typename Elem, typename Param>

@@ -90,6 +90,54 @@ constexpr bool backward_may_sum_columns(int pieces, bool ragged, bool cluster, b
   return !cluster && !(sums && backward_has_lean(pieces, ragged, cluster));
 }
 
+// Registers of a thread of norm_backward_bundle(), at most. (131072x257: 80, of which three blocks are resident, 72 us; two
+// blocks 85; 64, of which four are but which spill, 80. 4096x8193: 168 74, 128 83.)
+constexpr int backward_bundle_registers(int pieces, bool wide_blocks) {
+  return pieces == 1 ? (wide_blocks ? 80 : 96) : pieces == 2 ? (wide_blocks ? 120 : 128) : 168;
+}
+
+// How often its blocks pass over a bundle, a row a group each time, for one barrier of the block. (Of more pieces the loop
+// alone costs a fifth: 8192x4097 72 us, with it 88.)
+constexpr int backward_bundle_passes(int pieces) { return pieces == 1 ? 2 : 1; }
+
+// How norm_backward_bundle() takes ragged rows.
+struct BackwardBundles {
+  int rows = 0;        // of a bundle; 0 where it cannot take them
+  int threads = 0;     // of a block
+  int64_t blocks = 0;  // that walk over the bundles
+  int64_t buffer_bytes = 0, shared_bytes = 0;
+};
+
+inline BackwardBundles backward_bundles(const NormGrads& p, const BackwardPlan& plan, int64_t element_bytes,
+                                        const DeviceFacts& device) {
+  BackwardBundles out;
+  const bool ragged = rows_are_ragged(p.cols, element_bytes, plan.piece_bytes);
+  const bool side_by_side = p.x_stride == p.cols && p.dy_stride == p.cols;
+  if (!device.has_hopper_code || element_bytes != 2 || !ragged || !p.dx || !side_by_side) return out;
+  // A warp with three pieces gains little: 65536x769 97 us, so 94; with float32 parameters it would spill.
+  if (plan.direct || plan.cluster > 1 || plan.pieces < 1 || (plan.pieces == 3 && plan.threads <= kWarp)) return out;
+  const int groups = plan.threads <= kWarp ? kBundleWarps * kWarp / plan.threads : std::max(512 / plan.threads, 1);
+  out.threads = groups * plan.threads;
+  const int passes = backward_bundle_passes(plan.pieces);
+  // A bundle's last row is read as far as the columns of its threads go.
+  const int64_t read_cols = int64_t{8} * plan.pieces * plan.threads + 2 * std::min(plan.threads, kWarp) + 2;
+  out.buffer_bytes = round_up(((passes * groups - 1) * p.cols + read_cols) * 2 + 2 * kBundleAlignment, 128);
+  out.shared_bytes =
+      std::max(6 * out.buffer_bytes, summed_bytes(out.threads, plan.threads, plan.pieces, 8, true, sizeof(float)));
+  const int registers = backward_bundle_registers(plan.pieces, wide_blocks_fit(device));
+  if (out.shared_bytes > device.shared_bytes_block - kStaticSharedBytes) return out;
+  const int64_t resident =
+      std::min(device.shared_bytes_sm / (out.shared_bytes + kStaticSharedBytes + kReservedSharedBytes),
+               int64_t{kRegistersPerSm / (registers * out.threads)});
+  // Of several pieces it pays once each block has some bundles: 4096x1025 17.4 us, norm_backward() 16.6; 1536x3001 19.1,
+  // 20.0; 32768x1025 69, 71; 8192x4097 71, 78.
+  const int64_t walkers = resident * device.sms, rows = passes * groups;
+  if (resident < 1 || (plan.pieces > 1 && p.rows < 5 * walkers * rows)) return out;
+  out.rows = static_cast<int>(rows);
+  out.blocks = std::min(walkers, (p.rows + rows - 1) / rows);
+  return out;
+}
+
 struct BackwardGrid {
   int64_t blocks;    // that walk over the rows of a slice, side by side
   int64_t slices;    // that a row is cut into
@@ -98,6 +146,8 @@ struct BackwardGrid {
 
 inline BackwardGrid backward_grid(const NormGrads& p, const BackwardPlan& plan, int64_t element_bytes,
                                   const DeviceFacts& device) {
+  if (const BackwardBundles bundles = backward_bundles(p, plan, element_bytes, device); bundles.rows > 0)
+    return {bundles.blocks, 1, bundles.blocks};
   const int64_t slices = plan.pieces == 0 ? (p.cols + slice_cols(element_bytes) - 1) / slice_cols(element_bytes) : 1;
   const int64_t groups = plan.block / plan.threads;
   const int64_t needed = (p.rows + groups - 1) / groups;

@@ -13,11 +13,10 @@
 // The additions are those of norm_forward(), in the same order, so the bits are the same.
 //
 // (float16 on an H200, norm_forward's time, this one's, and a copy's: 131072x257 52.5 us, 37.4 and 34.8; 32768x769 35.1,
-// 28.1 and 26.8; 4096x4097 24.2, 22.0 and 19.0; 332222x101 65.5, 39.3 and 37.1. Bulk copies whose ends are at odd
-// multiples of 16 bytes took 39 us rather than 35, whatever their length.)
+// 28.3 and 26.9; 4096x4097 24.1, 20.8 and 19.0; 332222x101 65.5, 37.8 and 37.1.)
 #pragma once
 
-#include "async_copy.cuh"
+#include "bundle_copies.cuh"
 #include "norm_forward.cuh"
 #include "norm_values.cuh"
 
@@ -53,7 +52,7 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Acc = AccOf<Elem>;
   constexpr int kElem = sizeof(Elem);
-  constexpr int kPiece = kMaxAccessBytes / kElem, kSector = kBundleAlignment / kElem;  // elements
+  constexpr int kPiece = kMaxAccessBytes / kElem;  // elements
   constexpr int kAccess = kAccessElements<Elem, kRows>, kCount = kPieces * kPiece / kAccess;
   constexpr bool kInWarp = kThreads > 0;
   constexpr int kLanes = kInWarp ? kThreads : kWarp, kStep = kLanes * kAccess;
@@ -121,28 +120,10 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
   };
 
   wait_for_previous_kernel();
-  // Elements that lie before a bundle of x or of y in its first sector, and so at the beginning of its buffer. (Whole
-  // addresses, in the registers of every thread, would cost four pieces one of their blocks.)
-  const auto offset_of = [](const void* first, int64_t first_row, int64_t stride) {
-    const auto element = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first) / kElem);
-    return static_cast<int>((element + static_cast<uint32_t>(first_row) * static_cast<uint32_t>(stride)) % kSector);
-  };
-  const auto x_offset_of = [&](int64_t first_row) { return offset_of(p.x, first_row, p.x_stride); };
-  const auto elements_from = [&](int64_t first_row) {
-    return static_cast<int>(min(p.rows - first_row, static_cast<int64_t>(p.bundle_rows))) * cols;
-  };
-  // A bundle begins, and mostly ends, with a whole sector: what lies there besides are other elements of the tensor, or
-  // of its memory before them, which is aligned. Past the end nothing is read.
+  const BundledRows<const Elem> x{static_cast<const Elem*>(p.x), p.rows, p.x_stride, cols, p.bundle_rows};
+  const BundledRows<Elem> y{static_cast<Elem*>(p.y), p.rows, p.cols, cols, p.bundle_rows};
   const auto fetch = [&](int64_t first_row, int stage) {
-    if (first_row >= p.rows) return;
-    const int offset = x_offset_of(first_row);
-    const Elem* x = static_cast<const Elem*>(p.x);
-    const Elem* from = x + first_row * p.x_stride - offset;
-    const Elem* end = x + (p.rows - 1) * p.x_stride + cols;
-    int count = (offset + elements_from(first_row) + kSector - 1) / kSector * kSector;
-    if (from + count > end) count = static_cast<int>(end - from) / kPiece * kPiece;
-    if (count > 0) copy_bulk(buffers + stage * p.buffer_bytes, from, count * kElem, ready + stage * 8);
-    else arrive(ready + stage * 8);
+    if (first_row < p.rows) x.fetch(first_row, buffers + stage * p.buffer_bytes, ready + stage * 8);
   };
   const int64_t rows_apart = static_cast<int64_t>(gridDim.x) * p.bundle_rows;
   int64_t first_row = static_cast<int64_t>(blockIdx.x) * p.bundle_rows;
@@ -169,13 +150,10 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
   for (int stage = 0, parity = 0; first_row < p.rows; first_row += rows_apart) {
     const uint32_t in = buffers + stage * p.buffer_bytes;
     const uint32_t out = buffers + (p.out_buffers == 1 ? 2 : 2 + stage) * p.buffer_bytes;
-    const int x_offset = x_offset_of(first_row), y_offset = offset_of(p.y, first_row, p.cols), begin = row * cols;
+    const int x_offset = x.offset(first_row), y_offset = y.offset(first_row), begin = row * cols;
     wait_for_barrier<false>(ready + stage * 8, parity);
-    if (first_row + p.bundle_rows >= p.rows) {  // the last elements, where a piece would end past them
-      const int count = elements_from(first_row);
-      const int at = (x_offset + count) / kPiece * kPiece - x_offset + static_cast<int>(threadIdx.x);
-      if (at < count && threadIdx.x < kPiece)
-        store_shared(in + (x_offset + at) * kElem, static_cast<const Elem*>(p.x)[first_row * p.x_stride + at]);
+    if (x.is_last(first_row)) {
+      x.fetch_end(first_row, in);
       __syncthreads();
     }
     left = opaque(left);  // what is derived from it stays out of registers between bundles
@@ -271,18 +249,7 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
     if (stores && p.out_buffers == 2) wait_for_bulk_reads();  // of the next bundle's buffer
     __syncthreads();
     if (fetches) fetch(first_row + 2 * rows_apart, stage);
-    if (stores || edge_lane >= 0) {
-      const int count = elements_from(first_row);
-      Elem* y = static_cast<Elem*>(p.y) + first_row * p.cols;
-      const int begins = (kSector - y_offset) % kSector;                   // whole sectors of y, from here
-      const int ends = (y_offset + count) / kSector * kSector - y_offset;  // to here
-      if (stores && begins < ends) write_bulk(y + begins, out + (y_offset + begins) * kElem, (ends - begins) * kElem);
-      if (edge_lane >= 0) {
-        const int at = edge_lane < kSector ? edge_lane : max(begins, ends) + edge_lane - kSector;
-        if (at < (edge_lane < kSector ? min(begins, count) : count))
-          store_vec(y + at, load_shared_vec<One>(out + (y_offset + at) * kElem));
-      }
-    }
+    y.write(first_row, out, stores, edge_lane);
     parity ^= stage;
     stage ^= 1;
   }

@@ -32,6 +32,25 @@ void check_backward(const DeviceFacts& device, int64_t rows, int64_t cols, int e
   const BackwardPlan plan = plan_backward(rows, cols, element_bytes, dx, sums, device, max_cluster);
   const BackwardShared shared = backward_shared(plan, cols, element_bytes, sums && !plan.direct, device);
   ++checked;
+  NormGrads grads{};
+  grads.rows = rows;
+  grads.cols = grads.x_stride = grads.dy_stride = cols;
+  if (dx) grads.dx = &grads;
+  const BackwardBundles bundles = backward_bundles(grads, plan, element_bytes, device);
+  if (bundles.rows > 0) {
+    const int64_t resident = (bundles.blocks + device.sms - 1) / device.sms;
+    const int registers = backward_bundle_registers(plan.pieces, wide_blocks_fit(device));
+    const int64_t summed = summed_bytes(bundles.threads, plan.threads, plan.pieces, 8, true, 4);
+    const bool fits = bundles.shared_bytes <= device.shared_bytes_block - kStaticSharedBytes &&
+                      resident * (bundles.shared_bytes + kStaticSharedBytes) <= device.shared_bytes_sm &&
+                      resident * bundles.threads * registers <= kRegistersPerSm;
+    const bool holds = 6 * bundles.buffer_bytes <= bundles.shared_bytes && summed <= bundles.shared_bytes &&
+                       bundles.buffer_bytes >= 2 * bundles.rows * cols + 2 * kBundleAlignment - 4;
+    if (!fits || !holds || bundles.threads % kWarp != 0 || bundles.threads < 2 * kWarp || plan.direct)
+      std::printf("backward of %lld rows of %lld columns on %d.%d: bundles of %d rows, %d threads, %lld blocks\n",
+                  static_cast<long long>(rows), static_cast<long long>(cols), device.major, device.minor, bundles.rows,
+                  bundles.threads, static_cast<long long>(bundles.blocks));
+  }
   const bool fits = shared.bytes <= device.shared_bytes_block - kStaticSharedBytes &&
                     plan.blocks_per_sm * (shared.bytes + kStaticSharedBytes) <= device.shared_bytes_sm;
   const bool stages = shared.stages >= (plan.cluster > 1 ? 2 : 1) && shared.stages <= kMaxStages;

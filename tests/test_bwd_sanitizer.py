@@ -44,6 +44,15 @@ def test_case_27_no_access_past_the_last_row(rows, device):
     check(torch.float32, 33, device, rows=rows, offset=1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols", "offset"),
+    [(2053, 25, 0), (2055, 101, 3), (2051, 257, 0), (10_601, 401, 7), (2707, 1537, 1), (701, 8801, 0)],
+)
+def test_case_27_no_access_past_the_end_of_bundles_of_rows(rows, cols, offset, device):
+    """Just enough rows for them on an H200, and no multiple of a bundle's."""
+    check(torch.float16, cols, device, rows=rows, offset=offset)
+
+
 def test_case_27_no_access_past_the_end_by_blocks_that_share_partial_sums(device):
     check(torch.float16, 8200, device, rows=385)
 
