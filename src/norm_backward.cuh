@@ -6,7 +6,8 @@
 // memory; what a thread reads there its own warp has copied, so the ring needs no barrier of the block. What a thread's
 // columns add to dweight and dbias stays in its registers until the last row. Then the groups of a block are added up, each
 // block writes one partial sum of both, and add_partials() adds those: no atomics, and an order that depends
-// on the shape, the dtype and the GPU alone, so all bits are the same in every run.
+// on the shape, the dtype and the GPU alone, so all bits are the same in every run. (norm_backward_bundle() takes many
+// ragged rows of 16 bits that lie side by side.)
 //
 // Few rows take one launch instead: its first blocks compute dweight and dbias of slices of columns from all rows, as
 // the statistics are known and nothing has to wait for another block. (Beside clusters and slices they are a launch of

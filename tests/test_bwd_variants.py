@@ -18,7 +18,7 @@ import fastln
 PAIRS = [(dtype, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
 PAIRS += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 
-NAMES = b"norm_backward|sum_chunks|sum_all_columns|average_chunks|add_partials"
+NAMES = b"norm_backward_bundle|norm_backward|sum_chunks|sum_all_columns|average_chunks|add_partials"
 TEMPLATE = re.compile(rf"fastln::((?:{NAMES.decode()})<.*?>)\(")
 
 
