@@ -128,11 +128,11 @@ inline BackwardBundles backward_bundles(const NormGrads& p, const BackwardPlan& 
   if (out.shared_bytes > device.shared_bytes_block - kStaticSharedBytes) return out;
   const int64_t resident =
       std::min(device.shared_bytes_sm / (out.shared_bytes + kStaticSharedBytes + kReservedSharedBytes),
-               int64_t{kRegistersPerSm / (registers * out.threads)});
+               int64_t{resident_blocks(registers, out.threads)});
   // Of several pieces it pays once each block has some bundles: 4096x1025 17.4 us, norm_backward() 16.6; 1536x3001 19.1,
   // 20.0; 32768x1025 69, 71; 8192x4097 71, 78.
   const int64_t walkers = resident * device.sms, rows = passes * groups;
-  if (resident < 1 || (plan.pieces > 1 && p.rows < 5 * walkers * rows)) return out;
+  if (resident * out.threads < kLeastBundleThreads || (plan.pieces > 1 && p.rows < 5 * walkers * rows)) return out;
   out.rows = static_cast<int>(rows);
   out.blocks = std::min(walkers, (p.rows + rows - 1) / rows);
   return out;

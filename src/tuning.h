@@ -147,6 +147,14 @@ inline Plan plan(int64_t cols, int element_bytes, int max_cluster, bool wide_blo
   return Plan{};
 }
 
+// Blocks that the registers of a multiprocessor hold at once. A warp has its own from one of four parts of them. (Of 160
+// threads of 80 registers that is four and not five, of 224 of 96 two and not three: with a fifth block that had to wait for
+// its place 8192x3201 took 46 us, not 33.)
+constexpr int resident_blocks(int registers, int threads) {
+  const int warps = 4 * (kRegistersPerSm / 4 / (registers * kWarp));
+  return warps / ((threads + kWarp - 1) / kWarp);
+}
+
 // Registers of a thread of norm_walk(), at most. With weight and bias unpacked once, in 16 more, fewer rows stay
 // resident: 131072x260 41.4 us, packed 39.6.
 constexpr int walk_registers(int pieces) { return 48 + 16 * pieces; }
@@ -159,7 +167,7 @@ constexpr int walk_registers(int pieces) { return 48 + 16 * pieces; }
 inline int64_t rows_to_walk(int64_t rows, int pieces, int threads, int sms) {
   if (pieces == 4 && threads < 128) return 1;
   const int block = std::max(threads, kSmallGroupBlock);
-  const int64_t resident = int64_t{sms} * (kRegistersPerSm / (walk_registers(pieces) * block)) * (block / threads);
+  const int64_t resident = int64_t{sms} * resident_blocks(walk_registers(pieces), block) * (block / threads);
   if (2 * rows <= 3 * resident || resident == 0) return 1;
   const int64_t waves = (rows + 32 * resident - 1) / (32 * resident);
   return (rows + waves * resident - 1) / (waves * resident);
@@ -168,6 +176,9 @@ inline int64_t rows_to_walk(int64_t rows, int pieces, int threads, int sms) {
 // Rows of 16-bit elements as norm_bundle() takes them.
 constexpr int kBundleWarps = 8;       // of a block whose groups are warps or parts of one
 constexpr int kBundleAlignment = 32;  // bytes, of its copies: a sector
+// Threads of a multiprocessor, at least: the fewest that paid on an H200 (backward, 8192x4301 104 us, before 115). GPUs of
+// 100 KB of shared memory have room for fewer of most rows.
+constexpr int kLeastBundleThreads = 288;
 
 // Registers of a thread of norm_bundle(), at most. (Four pieces in 80, with weight and bias fetched for each row: 4096x4097
 // 21.9 us, in 96 20.2; 8192x3001 29.6, 27.9; but 2048x12289, of which two rows are resident in 80, 31.8, 35.6. Two pieces
@@ -208,9 +219,9 @@ inline Bundles bundles_of(const Plan& plan, int64_t cols, bool side_by_side, con
   const int64_t bytes = out.shared_bytes() + kStaticBytes;
   if (bytes > device.shared_bytes_block) return Bundles{};
   const int registers = bundle_registers(plan.pieces, wide_blocks_fit(device));
-  out.resident = static_cast<int>(std::min(device.shared_bytes_sm / (bytes + kReservedBytes),
-                                           int64_t{kRegistersPerSm / (registers * out.threads)}));
-  return out.resident > 0 ? out : Bundles{};
+  out.resident = static_cast<int>(
+      std::min(device.shared_bytes_sm / (bytes + kReservedBytes), int64_t{resident_blocks(registers, out.threads)}));
+  return out.resident * out.threads >= kLeastBundleThreads ? out : Bundles{};
 }
 
 // Whether norm_bundle() takes so many rows: where norm_forward() shifts pieces, from about half as many as stay resident

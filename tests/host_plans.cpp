@@ -83,7 +83,7 @@ void check_walks() {
         ++checked;
         if (many == 1) continue;
         const int block = forward.threads < kSmallGroupBlock ? kSmallGroupBlock : forward.threads;  // threads
-        const int64_t blocks = sms * int64_t{kRegistersPerSm / (walk_registers(forward.pieces) * block)};
+        const int64_t blocks = sms * int64_t{resident_blocks(walk_registers(forward.pieces), block)};
         const int64_t resident = blocks * (block / forward.threads);  // groups
         const int64_t groups = (rows + many - 1) / many;
         const bool one_wave = groups <= resident, many_waves = rows > 32 * resident && many > 16 && many <= 32;
@@ -92,6 +92,21 @@ void check_walks() {
                     static_cast<long long>(rows), static_cast<long long>(cols), sms, static_cast<long long>(many),
                     forward.threads);
       }
+}
+
+// As the occupancy that CUDA reports for compute capability 9.0.
+void check_residents() {
+  struct Known {
+    int registers, threads, blocks;
+  };
+  for (const Known& known : {Known{64, 256, 4}, Known{80, 256, 3}, Known{80, 160, 4}, Known{96, 128, 5},
+                             Known{96, 224, 2}, Known{120, 512, 1}, Known{168, 352, 1}}) {
+    ++checked;
+    const int got = resident_blocks(known.registers, known.threads);
+    if (got != known.blocks)
+      std::printf("%d threads of %d registers: expected %d blocks, got %d\n", known.threads, known.registers,
+                  known.blocks, got);
+  }
 }
 
 // Blocks of norm_bundle() fit a block's and a multiprocessor's shared memory and registers.
@@ -151,6 +166,7 @@ int main() {
   fastln::check_codes();
   fastln::check_all_backwards();
   fastln::check_walks();
+  fastln::check_residents();
   fastln::check_bundles();
   std::printf("checked %lld\n", static_cast<long long>(fastln::checked));
 }
