@@ -200,7 +200,7 @@ template <typename Elem, RowLayout kRows>
 cudaError_t launch_bundles(const NormRows& rows, const Plan& plan, const DeviceFacts& device, cudaStream_t stream,
                            bool* taken) {
   *taken = false;
-  const Bundles bundles = bundles_of(plan, rows.cols, rows.x_stride == rows.cols, device);
+  const Bundles bundles = bundles_of(plan, rows.cols, rows.x_stride, device);
   if (!takes_bundles(bundles, plan, rows.rows, kRows == RowLayout::kPairs, device.sms)) return cudaSuccess;
   if (kRows != RowLayout::kShifted && !accesses_are_aligned<Elem, kRows>(rows)) return cudaSuccess;
   void (*kernel)(BundleLaunch);

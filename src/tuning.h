@@ -199,10 +199,12 @@ struct Bundles {
   constexpr int64_t shared_bytes() const { return (2 + out_buffers) * buffer_bytes; }
 };
 
-// side_by_side: each row begins where the one before it ends.
-inline Bundles bundles_of(const Plan& plan, int64_t cols, bool side_by_side, const DeviceFacts& device) {
+// Rows that overlap (expanded ones, windows of a longer row) are not for it: of those not the last alone may end less than a
+// sector before the tensor does, behind which nothing is read.
+inline Bundles bundles_of(const Plan& plan, int64_t cols, int64_t x_stride, const DeviceFacts& device) {
   Bundles out;
-  if (!device.has_hopper_code || plan.pieces < 2 || plan.pieces > 4 || plan.cluster > 1) return out;
+  if (!device.has_hopper_code || plan.pieces < 2 || plan.pieces > 4 || plan.cluster > 1 || x_stride < cols) return out;
+  const bool side_by_side = x_stride == cols;
   if (plan.threads <= kWarp) {
     if (!side_by_side || plan.pieces > 3) return out;
     out.threads = kBundleWarps * kWarp;

@@ -114,9 +114,9 @@ void check_bundles() {
   constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA takes of each block
   for (const DeviceFacts& device : {gpu(9, 0, 132, 228), gpu(10, 0, 148, 228), gpu(12, 0, 170, 100)})
     for (int64_t cols = 1; cols <= 40000; ++cols)
-      for (const bool side_by_side : {false, true}) {
+      for (const int64_t gap : {0, 3, -1}) {
         const Plan forward = plan(cols, 2, kMaxCluster, wide_blocks_fit(device));
-        const Bundles bundles = bundles_of(forward, cols, side_by_side, device);
+        const Bundles bundles = bundles_of(forward, cols, cols + gap, device);
         ++checked;
         if (bundles.rows == 0) continue;
         const int64_t bytes = bundles.shared_bytes() + 512;  // and what is static
@@ -128,7 +128,7 @@ void check_bundles() {
                            bundles.buffer_bytes >= 2 * bundles.rows * cols + 2 * kBundleAlignment - 4;
         const bool block = bundles.threads <= 1024 && bundles.threads % kWarp == 0 && bundles.threads >= 2 * kWarp &&
                            bundles.rows * forward.threads == bundles.threads;
-        if (fits && holds && block && (side_by_side || bundles.rows == 1)) continue;
+        if (fits && holds && block && (gap == 0 || (gap > 0 && bundles.rows == 1))) continue;
         std::printf("%lld columns on %d.%d: bundles of %d rows, %d threads, %d blocks, %lld bytes\n",
                     static_cast<long long>(cols), device.major, device.minor, bundles.rows, bundles.threads,
                     bundles.resident, static_cast<long long>(bytes));

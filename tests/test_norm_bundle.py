@@ -55,3 +55,17 @@ def test_many_misaligned_rows_of_whole_vectors_give_the_same_bits(dtype, cols, c
         others = sample.of(misaligned(sample.input, offset))
         for ours, theirs in zip(results(sample), results(others), strict=True):
             assert same_bits(ours, theirs)
+
+
+@each(torch.float16, torch.bfloat16)
+@pytest.mark.parametrize("cols", (257, 1025, 4097))
+@pytest.mark.parametrize("stride", (0, 1, 5))
+def test_many_rows_that_overlap_give_the_bits_of_their_copy(dtype, cols, stride, cuda):
+    """Expanded rows, and windows of a longer row: more of them than the last end where the tensor does."""
+    rows = past_l2_rows(cols, dtype)
+    sample = norm_inputs(dtype, "cuda", (1, rows * stride + cols))
+    x = sample.input.as_strided((rows, cols), (stride, 1))
+    parameters = [t[:cols].contiguous() for t in (sample.weight, sample.bias)]
+    expected = FWD(x.contiguous(), [cols], *parameters, 1e-5)
+    for got, wanted in zip(FWD(x, [cols], *parameters, 1e-5), expected, strict=True):
+        assert same_bits(got, wanted)
