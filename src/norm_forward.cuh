@@ -1,6 +1,6 @@
 // The general forward kernel behind fastln::layer_norm, for rows that fit the registers of a block.
 // norm_cluster.cuh and norm_split.cuh take the longer ones, norm_short.cuh short ones as long as all are resident at once,
-// norm_walk.cuh many ragged ones of 16-bit elements.
+// norm_walk.cuh and norm_bundle.cuh many ragged ones of 16-bit elements.
 //
 // A row belongs to a group of threads: part of a warp, a warp, or a block. Each thread holds kPieces
 // pieces of 16 bytes in registers. A warp (or the part of one that is the group) has successive pieces of

@@ -7,7 +7,8 @@
 //
 // (float16 on an H200, norm_forward's time and this one's: 131072x300 58.5 us and 44.1, 524288x84 71.4 and 57.3,
 // 262144x140 57.5 and 44.1, 32768x770 35.6 and 27.9, 8192x2052 22.5 and 19.9, 4096x4098 24.9 and 19.2, 4096x8196 39.6
-// and 36.4. With shifts for rows that begin at odd elements it gained nothing: 131072x257 52.3 and 53.5.)
+// and 36.4. With shifts for rows that begin at odd elements it gained nothing: 131072x257 52.3 and 53.5. Those, and pairs in
+// a part of a warp, norm_bundle() takes from compute capability 9.0 on.)
 #pragma once
 
 #include "norm_forward.cuh"
