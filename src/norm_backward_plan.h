@@ -114,6 +114,7 @@ inline BackwardBundles backward_bundles(const NormGrads& p, const BackwardPlan& 
   const bool ragged = rows_are_ragged(p.cols, element_bytes, plan.piece_bytes);
   const bool side_by_side = p.x_stride == p.cols && p.dy_stride == p.cols;
   if (!device.has_hopper_code || element_bytes != 2 || !ragged || !p.dx || !side_by_side) return out;
+  if (p.cols < kLeastBundleCols) return out;
   // A warp with three pieces gains little: 65536x769 97 us, so 94; with float32 parameters it would spill.
   if (plan.direct || plan.cluster > 1 || plan.pieces < 1 || (plan.pieces == 3 && plan.threads <= kWarp)) return out;
   const int groups = plan.threads <= kWarp ? kBundleWarps * kWarp / plan.threads : std::max(512 / plan.threads, 1);

@@ -199,11 +199,14 @@ struct Bundles {
   constexpr int64_t shared_bytes() const { return (2 + out_buffers) * buffer_bytes; }
 };
 
-// Rows that overlap (expanded ones, windows of a longer row) are not for it: of those not the last alone may end less than a
-// sector before the tensor does, behind which nothing is read.
+// Columns at least, so that of all bundles only the last may end in the tensor's last piece, behind which no copy reads.
+constexpr int kLeastBundleCols = 8;
+
+// Rows that overlap (expanded ones, windows of a longer row) are not for it: many of those may end in that piece.
 inline Bundles bundles_of(const Plan& plan, int64_t cols, int64_t x_stride, const DeviceFacts& device) {
   Bundles out;
-  if (!device.has_hopper_code || plan.pieces < 2 || plan.pieces > 4 || plan.cluster > 1 || x_stride < cols) return out;
+  if (!device.has_hopper_code || plan.pieces < 2 || plan.pieces > 4 || plan.cluster > 1) return out;
+  if (cols < kLeastBundleCols || x_stride < cols) return out;
   const bool side_by_side = x_stride == cols;
   if (plan.threads <= kWarp) {
     if (!side_by_side || plan.pieces > 3) return out;

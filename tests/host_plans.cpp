@@ -128,7 +128,7 @@ void check_bundles() {
                            bundles.buffer_bytes >= 2 * bundles.rows * cols + 2 * kBundleAlignment - 4;
         const bool block = bundles.threads <= 1024 && bundles.threads % kWarp == 0 && bundles.threads >= 2 * kWarp &&
                            bundles.rows * forward.threads == bundles.threads;
-        if (fits && holds && block && (gap == 0 || (gap > 0 && bundles.rows == 1))) continue;
+        if (fits && holds && block && (gap == 0 || (gap > 0 && bundles.rows == 1)) && cols >= 8) continue;
         std::printf("%lld columns on %d.%d: bundles of %d rows, %d threads, %d blocks, %lld bytes\n",
                     static_cast<long long>(cols), device.major, device.minor, bundles.rows, bundles.threads,
                     bundles.resident, static_cast<long long>(bytes));

@@ -69,3 +69,18 @@ def test_many_rows_that_overlap_give_the_bits_of_their_copy(dtype, cols, stride,
     expected = FWD(x.contiguous(), [cols], *parameters, 1e-5)
     for got, wanted in zip(FWD(x, [cols], *parameters, 1e-5), expected, strict=True):
         assert same_bits(got, wanted)
+
+
+@each(torch.float16, torch.bfloat16)
+@pytest.mark.parametrize("cols", (3, 5, 9, 25))
+@pytest.mark.parametrize("more", (0, 1, 2))
+def test_a_bundle_before_the_last_ends_near_the_end_of_the_tensor(dtype, cols, more, cuda):
+    """So many rows that few are left for the last bundle, whose own end a copy of 16 bytes would overrun."""
+    sample = norm_inputs(dtype, "cuda", (1 << 18 | more, cols))
+    expected = results(sample)
+    for offset in range(1, 8):
+        got = results(sample.of(misaligned(sample.input, offset)))
+        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    first = [results(sample.of(x)) for x in sample.input.chunk(PARTS)]
+    for whole, *some in zip(expected, *first, strict=True):
+        assert same_bits(whole, torch.cat(some))
