@@ -83,6 +83,43 @@ struct BundledRows {
     }
   }
 };
+
+// A thread's place in its group, its group's row of the bundle (of a pass over it), and the group of the block.
+struct BundlePlace {
+  int t, row, group;
+};
+
+// kThreads: of a group within a warp, of which rows are as many apart as lie alike in their pieces; 0 for groups of whole
+// warps, `threads` each. What is the same for a warp comes from its lane 0, so that the compiler knows it to be.
+template <int kThreads>
+__device__ __forceinline__ BundlePlace place_in_bundle(int threads) {
+  BundlePlace place;
+  if constexpr (kThreads > 0) {
+    place.t = threadIdx.x % kThreads;
+    place.group = threadIdx.x / kThreads;
+    place.row = threadIdx.x % kWarp / kThreads * kBundleWarps + __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0);
+  } else {
+    place.row = place.group = __shfl_sync(0xffffffffu, threadIdx.x / threads, 0);
+    place.t = threadIdx.x - place.group * threads;
+  }
+  return place;
+}
+
+// Threads of different warps, for each waits on its own: one that starts the copies of outputs, one that starts those of
+// what comes. The last warp copies what is no whole sector; edge_lane is negative for the others.
+struct BundleThreads {
+  bool stores = threadIdx.x == 0, fetches = threadIdx.x == kWarp;
+  int edge_lane = static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x - kWarp);
+
+  // Two mbarriers, one a stage, of which a phase ends when the bundles of so many tensors have come. Other threads see
+  // them behind a barrier of the block.
+  __device__ __forceinline__ void init_barriers(uint32_t ready, int tensors) const {
+    if (!fetches) return;
+    init_barrier(ready, tensors);
+    init_barrier(ready + 8, tensors);
+    publish_barriers<true>();
+  }
+};
 #endif
 
 }  // namespace fastln

@@ -8,6 +8,7 @@ namespace fastln {
 constexpr int kWarp = 32;               // threads
 constexpr int kRegistersPerSm = 65536;  // on every GPU of compute capability 8.0 or later
 constexpr int kMaxDevices = 128;
+constexpr int64_t kReservedSharedBytes = 1024;  // of shared memory, that CUDA keeps of each block
 
 struct DeviceFacts {
   int index = 0;

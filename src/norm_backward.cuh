@@ -146,12 +146,7 @@ __global__ void __launch_bounds__((kRegisterThreads<kPieces, kRagged, kCluster, 
   // The sums of the columns wait for nothing in the partial sums but for this kernel's end: their blocks may come.
   if (p.partial) let_next_kernel_begin();
 
-  Acc dweight[kRuns][kRun], dbias[kRuns][kRun];
-#pragma unroll
-  for (int j = 0; j < kRuns; ++j) {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) dweight[j][i] = dbias[j][i] = 0;
-  }
+  Acc dweight[kRuns][kRun] = {}, dbias[kRuns][kRun] = {};
 
   // The ring, see ring_stage_bytes(). The statistics are those of each warp's row (of each group's, where a warp has
   // several).

@@ -41,16 +41,8 @@ __global__ void __maxnreg__((backward_bundle_registers(kPieces, kWideBlocksFit))
 
   const int threads = kInWarp ? kThreads : p.threads, groups = static_cast<int>(blockDim.x) / threads;
   const int cols = static_cast<int>(p.cols);
-  int t, row, group;  // this thread's place in its group, the group's row of a pass, and the group of the block
-  if constexpr (kInWarp) {
-    t = threadIdx.x % kThreads;
-    group = threadIdx.x / kThreads;
-    // Rows of a warp's groups are as many apart as lie alike in their words.
-    row = threadIdx.x % kWarp / kThreads * kBundleWarps + __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0);
-  } else {
-    row = group = __shfl_sync(0xffffffffu, threadIdx.x / threads, 0);
-    t = threadIdx.x - group * threads;
-  }
+  const BundlePlace place = place_in_bundle<kThreads>(threads);
+  const int t = place.t, row = place.row, group = place.group;
   const int lane = t % kSharers;
   // As in norm_backward(): run j begins at column first + j * kStep, if that is before `end`. The columns of a warp begin
   // at part_first, and the last warp of a group has those behind the pieces too.
@@ -66,16 +58,11 @@ __global__ void __maxnreg__((backward_bundle_registers(kPieces, kWideBlocksFit))
 #pragma unroll
   for (int j = 0; j < kRuns; ++j) mask[j] = has(j, 1) ? 0xffffffffu : has(j, 0) ? 0xffffu : 0;
 
-  const bool stores = threadIdx.x == 0, fetches = threadIdx.x == kWarp;
-  const int edge_lane = static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x - kWarp);
+  const BundleThreads roles;
   const uint32_t buffers = shared_address(dynamic_shared);
   __shared__ __align__(8) uint64_t barriers[2];
   const uint32_t ready = shared_address(barriers);
-  if (fetches) {
-    init_barrier(ready, 2);
-    init_barrier(ready + 8, 2);
-    publish_barriers<true>();
-  }
+  roles.init_barriers(ready, 2);
   __syncthreads();
 
   wait_for_previous_kernel();
@@ -92,7 +79,7 @@ __global__ void __maxnreg__((backward_bundle_registers(kPieces, kWideBlocksFit))
   };
   const int64_t rows_apart = static_cast<int64_t>(gridDim.x) * p.bundle_rows;
   int64_t first_row = static_cast<int64_t>(blockIdx.x) * p.bundle_rows;
-  if (fetches) {
+  if (roles.fetches) {
     fetch(first_row, 0);
     fetch(first_row + rows_apart, 1);
   }
@@ -130,12 +117,7 @@ __global__ void __maxnreg__((backward_bundle_registers(kPieces, kWideBlocksFit))
   };
   if (p.partial) let_next_kernel_begin();
 
-  Acc dweight[kRuns][kRun], dbias[kRuns][kRun];
-#pragma unroll
-  for (int j = 0; j < kRuns; ++j) {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) dweight[j][i] = dbias[j][i] = 0;
-  }
+  Acc dweight[kRuns][kRun] = {}, dbias[kRuns][kRun] = {};
   const Acc per_col = p.per_col_as(Acc());
 
   int turn = 0;
@@ -230,14 +212,14 @@ __global__ void __maxnreg__((backward_bundle_registers(kPieces, kWideBlocksFit))
     }
 
     publish_to_bulk_copies();
-    if (stores) wait_for_bulk_reads();  // of the next bundle's buffer of dx
+    if (roles.stores) wait_for_bulk_reads();  // of the next bundle's buffer of dx
     __syncthreads();
-    if (fetches) fetch(first_row + 2 * rows_apart, stage);
-    dx.write(first_row, dx_buffer(stage), stores, edge_lane);
+    if (roles.fetches) fetch(first_row + 2 * rows_apart, stage);
+    dx.write(first_row, dx_buffer(stage), roles.stores, roles.edge_lane);
     parity ^= stage;
     stage ^= 1;
   }
-  if (stores) wait_for_bulk_writes();
+  if (roles.stores) wait_for_bulk_writes();
   if (!p.partial) return;
   write_partial<Elem, kPieces, true, false, kMaxAccessBytes>(p, dweight, dbias, int64_t{0}, first, kStep, end, cols,
                                                              static_cast<int>(blockIdx.x), threads, group, groups,

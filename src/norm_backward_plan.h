@@ -50,7 +50,7 @@ constexpr int backward_acc_bytes(int element_bytes) { return element_bytes == 8 
 
 // Shared memory that the blocks of norm_backward() may ask for, where so many stay resident. The rest: its static part,
 // at most, and what the hardware keeps of each block.
-constexpr int64_t kStaticSharedBytes = 2048, kReservedSharedBytes = 1024;
+constexpr int64_t kStaticSharedBytes = 2048;
 inline int64_t backward_shared_limit(const DeviceFacts& device, int blocks_per_sm) {
   const int64_t share = device.shared_bytes_sm / blocks_per_sm - kReservedSharedBytes;
   return std::min(device.shared_bytes_block, share) - kStaticSharedBytes;
@@ -117,7 +117,8 @@ inline BackwardBundles backward_bundles(const NormGrads& p, const BackwardPlan& 
   if (p.cols < kLeastBundleCols) return out;
   // A warp with three pieces gains little: 65536x769 97 us, so 94; with float32 parameters it would spill.
   if (plan.direct || plan.cluster > 1 || plan.pieces < 1 || (plan.pieces == 3 && plan.threads <= kWarp)) return out;
-  const int groups = plan.threads <= kWarp ? kBundleWarps * kWarp / plan.threads : std::max(512 / plan.threads, 1);
+  const int groups =
+      plan.threads <= kWarp ? kBundleWarps * kWarp / plan.threads : std::max(kBackwardThreads / plan.threads, 1);
   out.threads = groups * plan.threads;
   const int passes = backward_bundle_passes(plan.pieces);
   // A bundle's last row is read as far as the columns of its threads go.
@@ -127,9 +128,7 @@ inline BackwardBundles backward_bundles(const NormGrads& p, const BackwardPlan& 
       std::max(6 * out.buffer_bytes, summed_bytes(out.threads, plan.threads, plan.pieces, 8, true, sizeof(float)));
   const int registers = backward_bundle_registers(plan.pieces, wide_blocks_fit(device));
   if (out.shared_bytes > device.shared_bytes_block - kStaticSharedBytes) return out;
-  const int64_t resident =
-      std::min(device.shared_bytes_sm / (out.shared_bytes + kStaticSharedBytes + kReservedSharedBytes),
-               int64_t{resident_blocks(registers, out.threads)});
+  const int64_t resident = resident_blocks(registers, out.threads, out.shared_bytes + kStaticSharedBytes, device);
   // Of several pieces it pays once each block has some bundles: 4096x1025 17.4 us, norm_backward() 16.6; 1536x3001 19.1,
   // 20.0; 32768x1025 69, 71; 8192x4097 71, 78.
   const int64_t walkers = resident * device.sms, rows = passes * groups;

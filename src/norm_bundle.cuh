@@ -61,15 +61,8 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
   extern __shared__ __align__(128) uint4 dynamic_shared[];
 
   const int cols = static_cast<int>(p.cols), whole = cols / kPiece * kPiece;  // columns, and those in pieces
-  int t, row, group = 0;  // this thread's place in its group, the group's row of the bundle, and the group of the block
-  if constexpr (kInWarp) {
-    t = threadIdx.x % kThreads;
-    // From lane 0, so that the compiler knows it, and what follows from it, to be the same for the warp.
-    row = threadIdx.x % kWarp / kThreads * kBundleWarps + __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0);
-  } else {
-    row = group = __shfl_sync(0xffffffffu, threadIdx.x / p.threads, 0);
-    t = threadIdx.x - group * p.threads;
-  }
+  const BundlePlace place = place_in_bundle<kThreads>(p.threads);
+  const int t = place.t, row = place.row, group = place.group;
   const int lane = t % kLanes;
   // Access j is at column first + j * kStep.
   const int first = ((t - lane) * kCount + lane) * kAccess;
@@ -79,18 +72,11 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
   const bool has_tail = t < cols - whole;
   const int tail_at = whole + t;
 
-  // Threads of different warps, for each waits on its own: one that starts the copies of outputs, one that starts those
-  // of what comes. The last warp copies what is no whole sector.
-  const bool stores = threadIdx.x == 0, fetches = threadIdx.x == kWarp;
-  const int edge_lane = static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x - kWarp);
+  const BundleThreads roles;
   const uint32_t buffers = shared_address(dynamic_shared);
   __shared__ __align__(8) uint64_t barriers[2];
   const uint32_t ready = shared_address(barriers);
-  if (fetches) {
-    init_barrier(ready, 1);
-    init_barrier(ready + 8, 1);
-    publish_barriers<true>();
-  }
+  roles.init_barriers(ready, 1);
   __shared__ __align__(16) Acc partial[2][kMaxWarps];
   const bool groups_share = !kInWarp && static_cast<int>(blockDim.x) > p.threads;
   const BlockSum<Acc, 2> block(partial, !kInWarp && !groups_share);
@@ -127,7 +113,7 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
   };
   const int64_t rows_apart = static_cast<int64_t>(gridDim.x) * p.bundle_rows;
   int64_t first_row = static_cast<int64_t>(blockIdx.x) * p.bundle_rows;
-  if (fetches) {
+  if (roles.fetches) {
     fetch(first_row, 0);
     fetch(first_row + rows_apart, 1);
   }
@@ -193,7 +179,7 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
     const Acc sum = add(sum_values<kPiece>(v), tail[0]);
     const Acc mean = mul(sum_over_group(sum, std::integral_constant<int, 0>()), per_col);
     // With one buffer, before a barrier of the block.
-    if (stores && p.out_buffers == 1) wait_for_bulk_reads();
+    if (roles.stores && p.out_buffers == 1) wait_for_bulk_reads();
     Acc squares = centre_values<kPiece>(v, mean, inside);
     tail[0] = sub(tail[0], mean);
     if (has_tail) squares = fma(tail[0], tail[0], squares);
@@ -246,14 +232,14 @@ __global__ void __maxnreg__((bundle_registers(kPieces, kWideBlocksFit))) norm_bu
     }
 
     publish_to_bulk_copies();
-    if (stores && p.out_buffers == 2) wait_for_bulk_reads();  // of the next bundle's buffer
+    if (roles.stores && p.out_buffers == 2) wait_for_bulk_reads();  // of the next bundle's buffer
     __syncthreads();
-    if (fetches) fetch(first_row + 2 * rows_apart, stage);
-    y.write(first_row, out, stores, edge_lane);
+    if (roles.fetches) fetch(first_row + 2 * rows_apart, stage);
+    y.write(first_row, out, roles.stores, roles.edge_lane);
     parity ^= stage;
     stage ^= 1;
   }
-  if (stores) wait_for_bulk_writes();
+  if (roles.stores) wait_for_bulk_writes();
 #endif
 }
 

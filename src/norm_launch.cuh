@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <climits>
+#include <optional>
 
 #include <cuda_runtime.h>
 
@@ -195,18 +196,17 @@ cudaError_t resident_clusters(int cluster, const DeviceFacts& device, int* out) 
   return err;
 }
 
-// Has norm_bundle() take the rows, if it can and there are many; *taken says whether.
+// Has norm_bundle() take the rows, if it can and there are many; otherwise there is no answer.
 template <typename Elem, RowLayout kRows>
-cudaError_t launch_bundles(const NormRows& rows, const Plan& plan, const DeviceFacts& device, cudaStream_t stream,
-                           bool* taken) {
-  *taken = false;
+std::optional<cudaError_t> launch_bundles(const NormRows& rows, const Plan& plan, const DeviceFacts& device,
+                                          cudaStream_t stream) {
   const Bundles bundles = bundles_of(plan, rows.cols, rows.x_stride, device);
-  if (!takes_bundles(bundles, plan, rows.rows, kRows == RowLayout::kPairs, device.sms)) return cudaSuccess;
-  if (kRows != RowLayout::kShifted && !accesses_are_aligned<Elem, kRows>(rows)) return cudaSuccess;
+  if (!takes_bundles(bundles, plan, rows.rows, kRows == RowLayout::kPairs, device.sms)) return std::nullopt;
+  if (kRows != RowLayout::kShifted && !accesses_are_aligned<Elem, kRows>(rows)) return std::nullopt;
   void (*kernel)(BundleLaunch);
   const cudaError_t err = find_bundle<Elem, kRows>(plan, device, &kernel);
-  *taken = err != cudaSuccess || kernel;
-  if (err != cudaSuccess || !kernel) return err;
+  if (err != cudaSuccess) return err;
+  if (!kernel) return std::nullopt;
   BundleLaunch p{rows};
   p.bundle_rows = bundles.rows;
   p.buffer_bytes = static_cast<int>(bundles.buffer_bytes);
@@ -306,7 +306,6 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     // (4096x512 float16 on an H200: 3.78 us, with it 3.85; past L2 it gains 2 %).
     const bool warps = p.threads > kWarp || (p.threads == kWarp && !(whole && plan.pieces == 2 && !past_l2));
     void (*kernel)(NormRows) = nullptr;
-    bool launched = false;
     int64_t rows_a_group = 1;
     if constexpr (sizeof(Elem) <= 4) {
       if (full && !past_l2 && short_rows_fit(p.rows, plan.pieces, plan.threads, kWide, device.sms))
@@ -316,11 +315,10 @@ const char* run_forward(NormRows p, const Plan& plan, const DeviceFacts& device,
     }
     const auto find = [&](auto wanted) {
       constexpr RowLayout kRows = decltype(wanted)::value;
-      if (kernel || launched || rows != kRows) return;
+      if (kernel || rows != kRows) return;
       if constexpr (sizeof(Elem) == 2 && !kWide && (kRows == RowLayout::kShifted || kRows == RowLayout::kPairs)) {
-        const cudaError_t bundled = launch_bundles<Elem, kRows>(p, plan, device, s, &launched);
-        if (launched) {
-          err = bundled;
+        if (const auto bundled = launch_bundles<Elem, kRows>(p, plan, device, s)) {
+          err = *bundled;
           return;
         }
       }

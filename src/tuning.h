@@ -154,6 +154,11 @@ constexpr int resident_blocks(int registers, int threads) {
   const int warps = 4 * (kRegistersPerSm / 4 / (registers * kWarp));
   return warps / ((threads + kWarp - 1) / kWarp);
 }
+// Blocks that its registers and its shared memory hold, at so many bytes a block with what is static.
+inline int64_t resident_blocks(int registers, int threads, int64_t shared_bytes, const DeviceFacts& device) {
+  return std::min<int64_t>(device.shared_bytes_sm / (shared_bytes + kReservedSharedBytes),
+                           resident_blocks(registers, threads));
+}
 
 // Registers of a thread of norm_walk(), at most. With weight and bias unpacked once, in 16 more, fewer rows stay
 // resident: 131072x260 41.4 us, packed 39.6.
@@ -219,13 +224,12 @@ inline Bundles bundles_of(const Plan& plan, int64_t cols, int64_t x_stride, cons
     out.out_buffers = out.rows;
   }
   // Before and behind a bundle, what makes its sectors whole.
-  out.buffer_bytes = (out.rows * cols * 2 + 2 * kBundleAlignment + 127) / 128 * 128;
-  constexpr int64_t kStaticBytes = 512, kReservedBytes = 1024;  // at most; a block's share that CUDA takes
+  out.buffer_bytes = round_up(out.rows * cols * 2 + 2 * kBundleAlignment, 128);
+  constexpr int64_t kStaticBytes = 512;  // at most
   const int64_t bytes = out.shared_bytes() + kStaticBytes;
   if (bytes > device.shared_bytes_block) return Bundles{};
   const int registers = bundle_registers(plan.pieces, wide_blocks_fit(device));
-  out.resident = static_cast<int>(
-      std::min(device.shared_bytes_sm / (bytes + kReservedBytes), int64_t{resident_blocks(registers, out.threads)}));
+  out.resident = static_cast<int>(resident_blocks(registers, out.threads, bytes, device));
   return out.resident * out.threads >= kLeastBundleThreads ? out : Bundles{};
 }
 

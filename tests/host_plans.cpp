@@ -111,7 +111,6 @@ void check_residents() {
 
 // Blocks of norm_bundle() fit a block's and a multiprocessor's shared memory and registers.
 void check_bundles() {
-  constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA takes of each block
   for (const DeviceFacts& device : {gpu(9, 0, 132, 228), gpu(10, 0, 148, 228), gpu(12, 0, 170, 100)})
     for (int64_t cols = 1; cols <= 40000; ++cols)
       for (const int64_t gap : {0, 3, -1}) {
@@ -122,7 +121,7 @@ void check_bundles() {
         const int64_t bytes = bundles.shared_bytes() + 512;  // and what is static
         const int registers = bundle_registers(forward.pieces, wide_blocks_fit(device));
         const bool fits = bytes <= device.shared_bytes_block &&
-                          bundles.resident * (bytes + kReserved) <= device.shared_bytes_sm &&
+                          bundles.resident * (bytes + kReservedSharedBytes) <= device.shared_bytes_sm &&
                           bundles.resident * bundles.threads * registers <= kRegistersPerSm;
         const bool holds = bundles.buffer_bytes % 128 == 0 &&
                            bundles.buffer_bytes >= 2 * bundles.rows * cols + 2 * kBundleAlignment - 4;

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bwd_support import ALL, assert_gradients_match_float64, backward, stats, upstream
+from bwd_support import ALL, all_same, assert_gradients_match_float64, backward, stats, upstream
 from norm_support import each, norm_inputs
 from reference import in_padding, same_bits
 
@@ -61,7 +61,7 @@ def test_rows_of_any_place_give_the_same_bits(dtype, rows, cols, cuda):
     for at_dy, at_x in ((1, 0), (0, 8), (15, 4), (3, 5)):
         x, g = in_padding(sample.input, at_x)[0], in_padding(dy, at_dy)[0]
         got = backward(g, sample.of(x), ALL, statistics)
-        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+        assert all_same(got, expected)
     apart = backward(dy, sample.of(in_padding(sample.input, 1, cols + 3)[0]), ALL, statistics)
     assert same_bits(apart[0], expected[0])
 
@@ -73,7 +73,7 @@ def test_a_hundred_runs_give_the_same_bits(dtype, rows, cols, cuda):
     expected = backward(call[0], call[1], ALL, call[2])
     for _ in range(100):
         got = backward(call[0], call[1], ALL, call[2])
-        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+        assert all_same(got, expected)
 
 
 @each(torch.float16)

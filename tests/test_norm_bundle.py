@@ -4,9 +4,8 @@ import pytest
 import torch
 from norm_support import FWD, each, norm_inputs, past_l2_rows
 from reference import same_bits
+from test_norm_batch import random_rows, results
 from test_norm_layouts import misaligned
-
-import fastln
 
 # Each number of threads that takes a row, from one to several warps, two rows a block and one; and pairs of words.
 ODD = (17, 33, 49, 65, 101, 257, 399, 641, 769, 1025, 1537, 3001, 4097, 8193, 16385)
@@ -15,22 +14,15 @@ PAIRS = (68, 100, 140, 260, 300)
 PARTS = 40
 
 
-def random_rows(dtype, cols):
+def many_rows(dtype, cols):
     """So many that bundles take them, and not a whole number of bundles."""
-    sample = norm_inputs(dtype, "cuda", (1, cols))
-    rows = past_l2_rows(cols, dtype) | 1
-    x = torch.empty(rows, cols, dtype=torch.float32, device="cuda")
-    return sample.of(x.normal_(0.5, 1.0, generator=torch.Generator("cuda").manual_seed(0)).to(dtype))
-
-
-def results(sample):
-    return fastln.layer_norm(*sample), *FWD(*sample)
+    return random_rows(norm_inputs(dtype, "cuda", (1, cols)), past_l2_rows(cols, dtype) | 1)
 
 
 @each(torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("cols", ODD + PAIRS)
 def test_many_rows_have_the_bits_of_few(dtype, cols, cuda):
-    sample = random_rows(dtype, cols)
+    sample = many_rows(dtype, cols)
     for given in (sample, sample._replace(weight=None), sample._replace(bias=None)):
         parts = [results(given.of(x)) for x in given.input.chunk(PARTS)]
         for whole, *some in zip(results(given), *parts, strict=True):
@@ -41,7 +33,7 @@ def test_many_rows_have_the_bits_of_few(dtype, cols, cuda):
 @pytest.mark.parametrize("cols", ODD + PAIRS)
 @pytest.mark.parametrize(("offset", "gap"), [(1, 0), (4, 0), (8, 0), (15, 0), (0, 1), (3, 16)])
 def test_many_rows_of_any_place_give_the_same_bits(dtype, cols, offset, gap, cuda):
-    sample = random_rows(dtype, cols)
+    sample = many_rows(dtype, cols)
     others = sample.of(misaligned(sample.input, offset, gap))
     for ours, theirs in zip(results(sample), results(others), strict=True):
         assert same_bits(ours, theirs)
@@ -50,7 +42,7 @@ def test_many_rows_of_any_place_give_the_same_bits(dtype, cols, offset, gap, cud
 @each(torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("cols", (264, 640, 1024, 4096))
 def test_many_misaligned_rows_of_whole_vectors_give_the_same_bits(dtype, cols, cuda):
-    sample = random_rows(dtype, cols)
+    sample = many_rows(dtype, cols)
     for offset in (1, 4, 7):
         others = sample.of(misaligned(sample.input, offset))
         for ours, theirs in zip(results(sample), results(others), strict=True):
